@@ -1,0 +1,186 @@
+"""Every setting of a process: frozen, nested, checked once. The command line fills it; nothing else reads the environment."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+
+import msgspec
+
+from common.errors import ConfigError
+
+
+class Role(enum.StrEnum):
+    UNIFIED = "unified"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class TransportName(enum.StrEnum):
+    MOONCAKE = "mooncake"
+    LOOPBACK = "loopback"
+
+
+class Protocol(enum.StrEnum):
+    TCP = "tcp"
+    RDMA = "rdma"
+    NVLINK = "nvlink"
+
+
+class Verify(enum.StrEnum):
+    OFF = "off"
+    DIGEST = "digest"
+    FULL = "full"
+
+
+class DType(enum.StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """path: a Hugging Face folder. dtype: of weights, KV and conv state. ssm_dtype: of the SSM state."""
+
+    path: str
+    dtype: DType = DType.FLOAT32
+    ssm_dtype: DType = DType.FLOAT32
+    device: str = "cpu"
+    served_name: str | None = None
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of the pools and of a step. context_length None: the model's own. threads: of torch, in the rank process."""
+
+    page_size: int = 16
+    max_total_tokens: int = 65536
+    max_state_slots: int = 64
+    max_running_requests: int = 48
+    chunked_prefill_size: int = 2048
+    context_length: int | None = None
+    threads: int = 1
+
+
+class LoopbackFaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Faults that the loopback transport injects on purpose (tests). Parts are kv, conv, ssm, metadata.
+
+    flip: flip one byte of this part of every `every`-th room. zero: write zeros in place of this part.
+    drop: do not write this part. delay_s: added before each write. bandwidth_bytes_s: pace of the link, 0 = unlimited.
+    """
+
+    flip: str | None = None
+    zero: str | None = None
+    drop: str | None = None
+    every: int = 1
+    delay_s: float = 0.0
+    bandwidth_bytes_s: float = 0.0
+
+
+class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How state crosses. Times are seconds; no wait in the hand-off is without one of them.
+
+    host: the address that peers reach this rank at (never 0.0.0.0). cluster_key_file: a shared secret; without one only
+    loopback peers are accepted.
+    """
+
+    transport: TransportName = TransportName.MOONCAKE
+    protocol: Protocol = Protocol.TCP
+    device: str = ""
+    host: str = "127.0.0.1"
+    verify: Verify = Verify.DIGEST
+    cluster_key_file: str | None = None
+    bootstrap_timeout_s: float = 30.0
+    transfer_timeout_s: float = 30.0
+    first_token_timeout_s: float = 300.0
+    liveness_timeout_s: float = 5.0
+    faults: LoopbackFaults = LoopbackFaults()
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a node listens. bootstrap_*: where a prefill node's rooms are opened."""
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    bootstrap_host: str = "127.0.0.1"
+    bootstrap_port: int = 8998
+    log_level: str = "info"
+    max_body_bytes: int = 16 * 1024 * 1024
+
+
+class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    role: Role
+    model: ModelConfig
+    engine: EngineConfig = EngineConfig()
+    transfer: TransferConfig = TransferConfig()
+    server: ServerConfig = ServerConfig()
+
+
+class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker of the router. bootstrap_port is None for a decode worker."""
+
+    url: str
+    bootstrap_port: int | None = None
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Times are seconds. connect_timeout_s: to open a connection; idle_timeout_s: between two bytes of an answer."""
+
+    host: str = "127.0.0.1"
+    port: int = 30000
+    prefill: tuple[WorkerAddress, ...] = ()
+    decode: tuple[WorkerAddress, ...] = ()
+    health_interval_s: float = 1.0
+    connect_timeout_s: float = 2.0
+    idle_timeout_s: float = 300.0
+    max_body_bytes: int = 16 * 1024 * 1024
+    log_level: str = "info"
+
+
+def check_node_config(config: NodeConfig) -> NodeConfig:
+    """Refuse what cannot work, naming the setting, its value and what is allowed. Returns the config unchanged.
+
+    Raises ConfigError.
+    """
+    engine, transfer, server = config.engine, config.transfer, config.server
+    if not Path(config.model.path).is_dir():
+        raise ConfigError(f"--model-path {config.model.path}: no such folder", param="model_path")
+    _positive("page_size", engine.page_size)
+    _positive("max_total_tokens", engine.max_total_tokens)
+    _positive("max_running_requests", engine.max_running_requests)
+    _positive("chunked_prefill_size", engine.chunked_prefill_size)
+    _positive("threads", engine.threads)
+    if engine.context_length is not None:
+        _positive("context_length", engine.context_length)
+    if engine.max_state_slots < 2:
+        raise ConfigError(
+            f"--max-mamba-cache-size {engine.max_state_slots}: at least 2, because slot 0 is reserved",
+            param="max_mamba_cache_size",
+        )
+    if engine.max_total_tokens < 2 * engine.page_size:
+        raise ConfigError(
+            f"--max-total-tokens {engine.max_total_tokens}: at least two pages of {engine.page_size}, page 0 is reserved",
+            param="max_total_tokens",
+        )
+    if config.role is not Role.UNIFIED and transfer.host in ("0.0.0.0", "::", ""):
+        raise ConfigError(
+            f"--transfer-host {transfer.host or '(empty)'}: peers cannot reach it; give this machine's address",
+            param="transfer_host",
+        )
+    if transfer.transport is TransportName.LOOPBACK and transfer.protocol is not Protocol.TCP:
+        raise ConfigError(
+            f"--transfer-protocol {transfer.protocol.value}: only with --transport mooncake", param="transfer_protocol"
+        )
+    if transfer.cluster_key_file is not None and not Path(transfer.cluster_key_file).is_file():
+        raise ConfigError(f"--cluster-key-file {transfer.cluster_key_file}: no such file", param="cluster_key_file")
+    for name in ("bootstrap", "transfer", "first_token", "liveness"):
+        value = getattr(transfer, f"{name}_timeout_s")
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"--{name}-timeout {value}: a positive number of seconds", param=f"{name}_timeout")
+    for name, port in (("port", server.port), ("bootstrap_port", server.bootstrap_port)):
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"--{name.replace('_', '-')} {port}: 0 to 65535", param=name)
+    return config
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1", param=name)

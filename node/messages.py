@@ -1,0 +1,120 @@
+"""What a front process and its rank processes say to each other (msgpack over local ZMQ)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from common.errors import ErrorRecord
+from common.handoff import RoomAddress
+from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A new sequence. room: set on both legs of a disaggregated request, None when this node serves alone.
+
+    arrival_s: `time.monotonic()` of the front when the request came in.
+    """
+
+    rid: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    logprobs: LogprobOptions
+    room: RoomAddress | None
+    arrival_s: float
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End one sequence, or all of them when rid is None. The rank answers with a `Failure` for each that it ended."""
+
+    rid: str | None
+    message: str = "aborted"
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for something that is no sequence. what: "state" (counters and pools) or "flush" (drop caches)."""
+
+    ticket: int
+    what: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Finish nothing, close everything, exit 0."""
+
+
+ToRank = Submit | Abort | Query | Shutdown
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a sequence went, seconds; bytes that crossed the wire by part (kv, conv, ssm, track)."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+    transfer_bytes: dict[str, int] = {}
+
+
+class Update(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """New tokens of one sequence. `finish` and `timing` are set on its last update only.
+
+    token_ids: only the new ones. logprobs: one for each of them when asked for, otherwise empty.
+    input_logprobs: the prompt's, on the first update, when asked for (positions start_len .. n - 1).
+    """
+
+    rid: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    num_cached_tokens: int
+    input_logprobs: list[TokenLogprob] | None = None
+    finish: FinishReason | None = None
+    timing: Timing | None = None
+
+
+class Updates(msgspec.Struct, frozen=True, tag=True):
+    """All updates of one engine step in one message."""
+
+    items: list[Update]
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The sequence ended with an error; nothing more comes for this rid."""
+
+    rid: str
+    error: ErrorRecord
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to a `Query`. error: why it was not done, e.g. flush while requests run."""
+
+    ticket: int
+    payload: dict[str, Any]
+    error: ErrorRecord | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The rank can serve. limits: what the front must check before it submits."""
+
+    pid: int
+    fingerprint: str
+    transport: str
+    control_address: tuple[str, int] | None
+    context_length: int
+    max_total_tokens: int
+    vocab_size: int
+    info: dict[str, Any]
+
+
+class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The rank cannot serve and is about to exit with this reason."""
+
+    error: ErrorRecord
+
+
+FromRank = Updates | Failure | Reply | Ready | StartFailed
+
+to_rank_encoder = msgspec.msgpack.Encoder()
+to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+from_rank_encoder = msgspec.msgpack.Encoder()
+from_rank_decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
