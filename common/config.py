@@ -1,4 +1,4 @@
-"""Every setting of a process: frozen, nested, checked once. The command line fills it; nothing else reads the environment."""
+"""Every setting of a process: frozen, nested, checked once. Only the command line reads the environment."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of the pools and of a step. context_length None: the model's own. threads: of torch, in the rank process."""
+    """Sizes of the pools and of a step. context_length None: the model's own. threads: of torch, in a rank."""
 
     page_size: int = 16
     max_total_tokens: int = 65536
@@ -157,7 +157,7 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
         )
     if engine.max_total_tokens < 2 * engine.page_size:
         raise ConfigError(
-            f"--max-total-tokens {engine.max_total_tokens}: at least two pages of {engine.page_size}, page 0 is reserved",
+            f"--max-total-tokens {engine.max_total_tokens}: two pages of {engine.page_size} or more, page 0 is reserved",
             param="max_total_tokens",
         )
     if config.role is not Role.UNIFIED and transfer.host in ("0.0.0.0", "::", ""):

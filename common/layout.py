@@ -62,7 +62,10 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
             return [*found, f"pools: {len(self.pools)} here, {len(other.pools)} there"]
         for mine, theirs in zip(self.pools, other.pools, strict=True):
             if mine != theirs:
-                return [*found, f"pool of layer {mine.layer} ({mine.part}): {_brief(mine)} here, {_brief(theirs)} there"]
+                return [
+                    *found,
+                    f"pool of layer {mine.layer} ({mine.part}): {_brief(mine)} here, {_brief(theirs)} there",
+                ]
         return found
 
 

@@ -1,0 +1,241 @@
+"""The decode rank. A request's life here:
+
+    submit ──► reserving ──────────► receiving ───────► running ──► done
+               until there are       the room is open;   (adopted by the scheduler)
+               pages and a slot      prefill writes
+
+A request without a room goes straight to the scheduler: the rank then serves it alone. So does a retracted one.
+Memory reserved for a room belongs to the lease until `Committed`; after a failure it comes back with `Released`, when
+no write can land in it any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+from transfer.receiver import Committed, DecodeTransfer, Released, RoomFailed
+from transfer.transport import Transport, open_transport
+
+from common.config import NodeConfig
+from common.errors import AbortedError, CapacityError, ServingError, TransferError, WorkerError
+from common.handoff import HandoffMetadata, RoomAddress
+from engine.scheduler import StepReport
+from engine.sequence import Sequence
+from node.engine_host import EngineHost, finish_local, local_timing
+from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
+from node.rank import Waker, run_rank
+from node.transport_memory import host_allocator
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DecodeRoom:
+    """One hand-off. failed: the client has been told; only the memory is still out."""
+
+    address: RoomAddress
+    sequence: Sequence
+    deadline_s: float
+    failed: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Received:
+    """What is known of a request once its state has arrived. committed_s: `time.monotonic()` at that moment."""
+
+    metadata: HandoffMetadata
+    bytes_by_part: dict[str, int]
+    transfer_s: float
+    committed_s: float = field(default_factory=time.monotonic)
+
+
+class DecodeRole:
+    def __init__(self, config: NodeConfig, rank: int, transport: Transport, waker: Waker) -> None:
+        self.rank = rank
+        self.config = config.transfer
+        self.transport = transport
+        self.host = EngineHost(config, allocate=host_allocator(transport), hold_after_prefill=False)
+        self.transfer = DecodeTransfer(
+            layout=self.host.layout,
+            placements=self.host.runner.pools.placements(),
+            transport=transport,
+            config=config.transfer,
+            wake=waker,
+            node_id=f"{config.server.host}:{config.server.port}/{rank}",
+        )
+        self.reserving: deque[DecodeRoom] = deque()
+        self.rooms: dict[int, DecodeRoom] = {}
+        self.received: dict[str, Received] = {}
+
+    def ready(self) -> Ready:
+        return self.host.ready(rank=self.rank, transport=self.transport.name, control_address=None)
+
+    # -- messages from the front -------------------------------------------------------------------
+
+    def submit(self, message: Submit) -> None:
+        sequence = self.host.new_sequence(message)
+        if message.room is None:
+            self.host.scheduler.add(sequence)
+            return
+        deadline_s = time.monotonic() + self.config.first_token_timeout_s
+        self.reserving.append(DecodeRoom(address=message.room, sequence=sequence, deadline_s=deadline_s))
+
+    def abort(self, message: Abort) -> None:
+        for sequence in self.host.select(message.rid):
+            self._end(sequence, AbortedError(message.message))
+
+    def _end(self, sequence: Sequence, error: ServingError) -> None:
+        """End a sequence wherever it is. Memory in a lease stays there until `Released`."""
+        room = self._room_of(sequence)
+        if room is not None and room.address.room in self.rooms:
+            self.transfer.abort(room.address.room, error)
+            self._fail(room, error)
+            return
+        if room is not None:
+            self.reserving.remove(room)
+        self.host.scheduler.remove(sequence)
+        self.host.scheduler.release(sequence)
+        self.received.pop(sequence.rid, None)
+        self.host.fail(sequence, error)
+
+    def _room_of(self, sequence: Sequence) -> DecodeRoom | None:
+        return next((r for r in (*self.reserving, *self.rooms.values()) if r.sequence is sequence), None)
+
+    def query(self, message: Query) -> None:
+        extra = {
+            "num_reserving": len(self.reserving),
+            "num_receiving": len(self.rooms),
+            "transfer": self.transfer.stats(),
+        }
+        self.host.answer_query(message, idle=not (self.host.sequences or self.rooms), extra_state=extra)
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        for event in self.transfer.poll():
+            room = self.rooms[event.room]
+            match event:
+                case Committed():
+                    self._adopt(room, event)
+                case RoomFailed(error=error):
+                    self._fail(room, error)
+                case Released():
+                    del self.rooms[event.room]
+                    self.host.scheduler.release(room.sequence)
+        self._expire()
+        self._reserve()
+
+    def step(self) -> bool:
+        report = self.host.scheduler.step()
+        if report is not None:
+            self._finish(report)
+        return self.host.scheduler.has_work()
+
+    def _reserve(self) -> None:
+        """Open rooms in order of arrival while pages, slots and places last; retracted sequences come first."""
+        scheduler = self.host.scheduler
+        while self.reserving and not scheduler.waiting:
+            room = self.reserving[0]
+            num_pages = scheduler.pages_for(room.sequence.num_prompt_tokens)
+            has_place = scheduler.num_active() + len(self.rooms) < scheduler.limits.max_running
+            if not (has_place and scheduler.pages.can_allocate(num_pages) and scheduler.slots.can_allocate()):
+                return
+            self.reserving.popleft()
+            self._open(room, num_pages)
+
+    def _open(self, room: DecodeRoom, num_pages: int) -> None:
+        scheduler, sequence = self.host.scheduler, room.sequence
+        sequence.page_table = scheduler.pages.allocate(num_pages, sequence.rid)
+        sequence.slot = scheduler.slots.allocate(sequence.rid)
+        try:
+            self.transfer.open(
+                room.address,
+                rid=sequence.rid,
+                pages=sequence.page_table,
+                slot=sequence.slot,
+                track_slot=None,
+                num_cached_pages=0,
+            )
+        except ServingError as error:
+            scheduler.release(sequence)
+            self.host.fail(sequence, error)
+            return
+        self.rooms[room.address.room] = room
+
+    def _expire(self) -> None:
+        """End what has waited too long for memory or for its state."""
+        now = time.monotonic()
+        late = [r for r in (*self.reserving, *self.rooms.values()) if now > r.deadline_s and not r.failed]
+        for room in late:
+            message = f"no first token within {self.config.first_token_timeout_s:g} s (first_token_timeout)"
+            self._end(room.sequence, CapacityError(message, code="first_token_timeout"))
+
+    def _adopt(self, room: DecodeRoom, event: Committed) -> None:
+        del self.rooms[room.address.room]
+        sequence, metadata = room.sequence, event.metadata
+        if room.failed:
+            self.host.scheduler.release(sequence)
+            return
+        if metadata.num_prompt_tokens != sequence.num_prompt_tokens:
+            self.host.scheduler.release(sequence)
+            self.host.fail(sequence, _other_prompt(sequence, metadata))
+            return
+        sequence.num_computed_tokens = metadata.num_prompt_tokens
+        sequence.num_cached_tokens = metadata.num_cached_tokens
+        sequence.sampling = msgspec.structs.replace(sequence.sampling, sampling_seed=metadata.sampling_seed)
+        self.received[sequence.rid] = Received(
+            metadata=metadata, bytes_by_part=event.bytes_by_part, transfer_s=event.transfer_s
+        )
+        emission = self.host.scheduler.adopt(sequence, metadata.first_token)
+        self._finish(StepReport(chunks=[], emissions=[emission], failures=[]))
+
+    def _finish(self, report: StepReport) -> None:
+        finish_local(self.host, report, self._timing)
+
+    def _timing(self, sequence: Sequence) -> Timing:
+        received = self.received.pop(sequence.rid, None)
+        if received is None:
+            return local_timing(sequence)
+        return Timing(
+            queue_s=received.metadata.queue_s,
+            prefill_s=received.metadata.prefill_s,
+            transfer_s=received.transfer_s,
+            decode_s=time.monotonic() - received.committed_s,
+            transfer_bytes=received.bytes_by_part,
+        )
+
+    def _fail(self, room: DecodeRoom, error: ServingError) -> None:
+        """End the request now; its memory waits for `Released`."""
+        if not room.failed:
+            room.failed = True
+            self.host.fail(room.sequence, error)
+
+    def take_outbox(self) -> list[FromRank]:
+        return self.host.take_outbox()
+
+    def close(self) -> None:
+        for room in list(self.rooms.values()):
+            self.transfer.abort(room.address.room, WorkerError("the decode node is shutting down"))
+        self.transfer.close()
+        self.transport.close()
+
+
+def _other_prompt(sequence: Sequence, metadata: HandoffMetadata) -> TransferError:
+    return TransferError(
+        f"the prefill leg computed {metadata.num_prompt_tokens} prompt tokens, this leg has "
+        f"{sequence.num_prompt_tokens}: the two legs were sent different prompts",
+        code="prompt_mismatch",
+    )
+
+
+def make_decode_role(config: NodeConfig, rank: int, waker: Waker) -> DecodeRole:
+    return DecodeRole(config, rank, open_transport(config.transfer), waker)
+
+
+def main() -> None:
+    run_rank(make_decode_role)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""One request as the engine sees it."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
+
+
+class Phase(enum.Enum):
+    """WAITING → PREFILL → RUNNING → DONE; a prefill-only scheduler parks in HELD instead of RUNNING.
+
+    Retraction leads from RUNNING back to WAITING.
+    """
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    RUNNING = "running"
+    HELD = "held"
+    DONE = "done"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """Filled by the front (the first five fields), then only by the scheduler thread.
+
+    page_table: the pages of positions 0, page_size, 2·page_size …, in order; owned by this sequence.
+    slot: its conv and SSM state; None while it owns no memory.
+    num_computed_tokens: the position that pages and slot stand for. While RUNNING the newest output token is not
+    computed yet: num_computed_tokens == len(prompt_ids) + len(output_ids) - 1.
+    prompt_logprobs: positions `logprobs.start_len` … as far as they are known.
+    """
+
+    rid: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    logprobs: LogprobOptions
+    arrival_s: float
+    phase: Phase = Phase.WAITING
+    output_ids: list[int] = field(default_factory=list)
+    page_table: list[int] = field(default_factory=list)
+    slot: int | None = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prefill_start_s: float | None = None
+    prefill_end_s: float | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids of positions start … end - 1, prompt and answer alike."""
+        n = len(self.prompt_ids)
+        if end <= n:
+            return self.prompt_ids[start:end]
+        if start >= n:
+            return self.output_ids[start - n : end - n]
+        return self.prompt_ids[start:] + self.output_ids[: end - n]
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds from arrival to the first prefill step; until now when there was none."""
+        return max(0.0, (self.prefill_start_s or time.monotonic()) - self.arrival_s)
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds from the first prefill step to the first token; 0 when this process did not prefill."""
+        if self.prefill_start_s is None or self.prefill_end_s is None:
+            return 0.0
+        return self.prefill_end_s - self.prefill_start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emission:
+    """What one step made of one sequence: a token, an end, or both (max_new_tokens 0 ends without a token)."""
+
+    sequence: Sequence
+    token: TokenLogprob | None
+    finish: FinishReason | None

@@ -1,0 +1,219 @@
+"""The engine inside a rank: runner, pools, scheduler, and the translation of its steps into messages to the front."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+from engine.allocator import PageAllocator, SlotAllocator
+from engine.model_config import HybridConfig
+from engine.runner import ModelRunner
+from engine.stopping import StopChecker
+from torch import Tensor
+
+from common.config import EngineConfig, NodeConfig
+from common.errors import ConfigError, ErrorRecord, RequestError, ServingError
+from common.sampling import TokenLogprob
+from engine.scheduler import Limits, Scheduler, StepReport
+from engine.sequence import Emission, Sequence
+from node.messages import Failure, FromRank, Query, Ready, Reply, Submit, Timing, Update, Updates
+from node.tokenizer import load_tokenizer
+
+Allocate = Callable[[int], Tensor]
+
+
+class EngineHost:
+    """Owns the sequences of one rank by rid and the messages that wait for the front.
+
+    allocate: memory for the pools (the transport's, where there is one), or None for plain memory.
+    """
+
+    def __init__(self, config: NodeConfig, *, allocate: Allocate | None, hold_after_prefill: bool) -> None:
+        torch.set_num_threads(config.engine.threads)
+        self.config = config
+        hybrid = HybridConfig.from_folder(config.model.path)
+        num_pages = config.engine.max_total_tokens // config.engine.page_size
+        limits = resolve_limits(config.engine, hybrid)
+        self.context_length = resolve_context_length(config.engine, hybrid)
+        self.runner = ModelRunner.load(
+            config.model,
+            config.engine,
+            num_pages=num_pages,
+            num_slots=config.engine.max_state_slots,
+            allocate=allocate,
+        )
+        eos_ids = frozenset(hybrid.eos_token_ids)
+        tokenizer = load_tokenizer(config.model.path)
+        self.scheduler = Scheduler(
+            runner=self.runner,
+            pages=PageAllocator(num_pages),
+            slots=SlotAllocator(config.engine.max_state_slots),
+            stopping=StopChecker(tokenizer.decode, eos_ids),
+            eos_ids=eos_ids,
+            limits=limits,
+            hold_after_prefill=hold_after_prefill,
+        )
+        self.sequences: dict[str, Sequence] = {}
+        self.reported_input_logprobs: set[str] = set()
+        self.updates: list[Update] = []
+        self.outbox: list[FromRank] = []
+        self.layout = self.runner.pools.layout()
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def new_sequence(self, message: Submit) -> Sequence:
+        sequence = Sequence(
+            rid=message.rid,
+            prompt_ids=message.token_ids,
+            sampling=message.sampling,
+            logprobs=message.logprobs,
+            arrival_s=message.arrival_s,
+        )
+        self.sequences[message.rid] = sequence
+        return sequence
+
+    def select(self, rid: str | None) -> list[Sequence]:
+        """The sequence of this rid, or every one when rid is None; empty when there is none."""
+        if rid is None:
+            return list(self.sequences.values())
+        return [self.sequences[rid]] if rid in self.sequences else []
+
+    def fail(self, sequence: Sequence, error: ServingError) -> None:
+        """Tell the front that the sequence ended with an error and forget it. Its memory is the caller's to release."""
+        self._forget(sequence)
+        self.outbox.append(Failure(rid=sequence.rid, error=error.record()))
+
+    def emit(self, emission: Emission, timing: Timing | None) -> None:
+        """Tell the front of a token. timing: set when the emission ends the sequence, which is then forgotten."""
+        sequence, token = emission.sequence, emission.token
+        self.updates.append(
+            Update(
+                rid=sequence.rid,
+                token_ids=[] if token is None else [token.token_id],
+                logprobs=[token] if token is not None and sequence.logprobs.wanted else [],
+                num_cached_tokens=sequence.num_cached_tokens,
+                input_logprobs=self._input_logprobs(sequence),
+                finish=emission.finish,
+                timing=timing,
+            )
+        )
+        if emission.finish is not None:
+            self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.sequences.pop(sequence.rid, None)
+        self.reported_input_logprobs.discard(sequence.rid)
+
+    def _input_logprobs(self, sequence: Sequence) -> list[TokenLogprob] | None:
+        if not sequence.logprobs.wanted or sequence.rid in self.reported_input_logprobs:
+            return None
+        self.reported_input_logprobs.add(sequence.rid)
+        return sequence.prompt_logprobs
+
+    def take_outbox(self) -> list[FromRank]:
+        if self.updates:
+            self.outbox.append(Updates(self.updates))
+            self.updates = []
+        messages, self.outbox = self.outbox, []
+        return messages
+
+    # -- what every role answers --------------------------------------------------------------------------------------
+
+    def ready(self, *, rank: int, transport: str, control_address: tuple[str, int] | None) -> Ready:
+        return Ready(
+            pid=os.getpid(),
+            fingerprint=self.layout.fingerprint(),
+            transport=transport,
+            control_address=control_address,
+            context_length=self.context_length,
+            max_total_tokens=self.max_request_tokens(),
+            vocab_size=self.layout.vocab_size,
+            info={"rank": rank, "chunk": self.layout.chunk, "page_size": self.layout.page_size},
+        )
+
+    def max_request_tokens(self) -> int:
+        """The longest prompt and answer together that the pages can hold when nothing else runs."""
+        return (self.scheduler.pages.num_pages - 1) * self.scheduler.limits.page_size
+
+    def answer_query(self, message: Query, *, idle: bool, extra_state: dict[str, object]) -> None:
+        match message.what:
+            case "state":
+                reply = Reply(ticket=message.ticket, payload={**self.state(), **extra_state})
+            case "flush":
+                reply = Reply(ticket=message.ticket, payload={}, error=None if idle else _busy())
+            case unknown:
+                reply = Reply(
+                    ticket=message.ticket, payload={}, error=RequestError(f"unknown query {unknown}").record()
+                )
+        self.outbox.append(reply)
+
+    def state(self) -> dict[str, object]:
+        scheduler = self.scheduler
+        return {
+            **asdict(scheduler.counters),
+            "num_waiting": len(scheduler.waiting),
+            "num_prefilling": len(scheduler.prefilling),
+            "num_running": len(scheduler.running),
+            "pages_total": scheduler.pages.num_pages - 1,
+            "pages_free": scheduler.pages.num_free,
+            "slots_total": scheduler.slots.num_slots - 1,
+            "slots_free": scheduler.slots.num_free,
+        }
+
+
+def resolve_limits(engine: EngineConfig, hybrid: HybridConfig) -> Limits:
+    """Raises ConfigError when page size and scan chunk do not nest, or when the prefill budget is below both."""
+    chunk, page = hybrid.chunk_size, engine.page_size
+    cache_chunk = max(chunk, page)
+    if cache_chunk % min(chunk, page):
+        raise ConfigError(
+            f"--page-size {page}: it must divide the model's chunk of {chunk} tokens, or be a multiple of it",
+            param="page_size",
+        )
+    if engine.chunked_prefill_size < cache_chunk:
+        raise ConfigError(
+            f"--chunked-prefill-size {engine.chunked_prefill_size}: at least {cache_chunk} "
+            f"(the larger of the model's chunk {chunk} and the page size {page})",
+            param="chunked_prefill_size",
+        )
+    return Limits(
+        page_size=page,
+        prefill_budget=engine.chunked_prefill_size - engine.chunked_prefill_size % cache_chunk,
+        prefill_grid=cache_chunk,
+        max_running=engine.max_running_requests,
+    )
+
+
+def resolve_context_length(engine: EngineConfig, hybrid: HybridConfig) -> int:
+    own = hybrid.max_position_embeddings
+    if engine.context_length is not None and engine.context_length > own:
+        raise ConfigError(
+            f"--context-length {engine.context_length}: the model's max_position_embeddings is {own}",
+            param="context_length",
+        )
+    return engine.context_length or own
+
+
+def _busy() -> ErrorRecord:
+    return RequestError("requests are running; the cache was not flushed", code="busy").record()
+
+
+def local_timing(sequence: Sequence) -> Timing:
+    """The timing of a sequence that this rank both prefilled and decoded."""
+    end = sequence.prefill_end_s or time.monotonic()
+    return Timing(queue_s=sequence.queue_s, prefill_s=sequence.prefill_s, decode_s=time.monotonic() - end)
+
+
+def finish_local(host: EngineHost, report: StepReport, timing_of: Callable[[Sequence], Timing] = local_timing) -> None:
+    """Emit a step's results for sequences that end on this rank, and release those that ended."""
+    for emission in report.emissions:
+        ended = emission.finish is not None
+        host.emit(emission, timing_of(emission.sequence) if ended else None)
+        if ended:
+            host.scheduler.release(emission.sequence)
+    for sequence, error in report.failures:
+        host.scheduler.release(sequence)
+        host.fail(sequence, error)

@@ -1,0 +1,167 @@
+"""The rank process: one device, one scheduler thread, one loop.
+
+    front ──ZMQ──► inbox ──► role.submit / abort / query
+                              role.poll()   what transfers have finished
+                              role.step()   one engine step
+    front ◄──ZMQ── outbox ◄── role.take_outbox()
+
+`python -m node.rank` runs the unified role; prefill_node.rank and decode_node.rank run theirs through `run_rank`.
+The configuration (`NodeConfig` as JSON) is read from stdin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from common.config import NodeConfig
+from common.errors import ServingError
+from common.logs import configure_logging
+from node.messages import (
+    Abort,
+    FromRank,
+    Query,
+    Ready,
+    Shutdown,
+    StartFailed,
+    Submit,
+    from_rank_encoder,
+    to_rank_decoder,
+)
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_MS = 50
+PR_SET_PDEATHSIG = 1
+
+
+class Role(Protocol):
+    """What a rank does with its messages. All methods are called by the loop's thread alone, and none blocks."""
+
+    def ready(self) -> Ready: ...
+    def submit(self, message: Submit) -> None: ...
+    def abort(self, message: Abort) -> None: ...
+    def query(self, message: Query) -> None: ...
+    def poll(self) -> None: ...
+    def step(self) -> bool: ...
+    def take_outbox(self) -> list[FromRank]: ...
+    def close(self) -> None: ...
+
+
+class Waker:
+    """Lets any thread end the loop's idle wait."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __call__(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return
+
+
+RoleFactory = Callable[[NodeConfig, int, Waker], Role]
+
+
+class RankLoop:
+    def __init__(self, role: Role, waker: Waker, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+        self.role = role
+        self.waker = waker
+        self.inbox = inbox
+        self.outbox = outbox
+        self.poller = zmq.Poller()
+        self.poller.register(inbox, zmq.POLLIN)
+        self.poller.register(waker.fd, zmq.POLLIN)
+
+    def run(self) -> None:
+        busy = False
+        while self._receive(wait_ms=0 if busy else IDLE_WAIT_MS):
+            self.role.poll()
+            busy = self.role.step()
+            for message in self.role.take_outbox():
+                self.outbox.send(from_rank_encoder.encode(message))
+
+    def _receive(self, wait_ms: int) -> bool:
+        """Hand every message that has come to the role. False when one of them was `Shutdown`."""
+        ready = dict(self.poller.poll(wait_ms))
+        if self.waker.fd in ready:
+            self.waker.clear()
+        while True:
+            try:
+                frame = self.inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            match to_rank_decoder.decode(frame):
+                case Submit() as message:
+                    self.role.submit(message)
+                case Abort() as message:
+                    self.role.abort(message)
+                case Query() as message:
+                    self.role.query(message)
+                case Shutdown():
+                    return False
+
+
+def run_rank(make_role: RoleFactory) -> None:
+    """Entry point of a rank process. Exits 0 after `Shutdown`, 1 when it cannot start."""
+    arguments = _parse_arguments()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
+    configure_logging(config.server.log_level, f"{config.role.value}/rank{arguments.rank}")
+    context = zmq.Context()
+    outbox = context.socket(zmq.PUSH)
+    outbox.connect(f"ipc://{arguments.ipc}/from_ranks")
+    inbox = context.socket(zmq.PULL)
+    inbox.bind(f"ipc://{arguments.ipc}/to_rank{arguments.rank}")
+    waker = Waker()
+    try:
+        role = make_role(config, arguments.rank, waker)
+    except ServingError as error:
+        outbox.send(from_rank_encoder.encode(StartFailed(error=error.record())))
+        context.destroy(linger=2000)
+        sys.exit(1)
+    outbox.send(from_rank_encoder.encode(role.ready()))
+    try:
+        RankLoop(role, waker, inbox, outbox).run()
+    finally:
+        role.close()
+        context.destroy(linger=0)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies, so that no rank outlives its front."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        sys.exit(1)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ipc", required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    return parser.parse_args()
+
+
+def main() -> None:
+    from node.unified import make_unified_role
+
+    run_rank(make_unified_role)
+
+
+if __name__ == "__main__":
+    main()

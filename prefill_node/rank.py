@@ -1,0 +1,194 @@
+"""The prefill rank. A request's life here:
+
+    submit ──► opening ──────► scheduler (waiting → prefilling) ──► sending ──► sent
+               the room is      each chunk's pages are posted        state and    the answer goes out,
+               announced;       as soon as it is computed            metadata     pages and slot come
+               decode opens it                                       are posted   back on `Released`
+
+A prompt is computed only once decode has opened its room, that is, has memory for it: a prefill rank whose slots are
+full of states that nobody can take would wait for decode, and decode for it.
+Pages and slot stay with the room until the transfer says that no write reads them any more.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from transfer.sender import PrefillTransfer, Released, RoomFailed, RoomOpened, Sent
+from transfer.transport import Transport, open_transport
+
+from common.config import NodeConfig
+from common.errors import AbortedError, ServingError, WorkerError
+from common.handoff import HandoffMetadata
+from common.sampling import FinishReason, TokenLogprob
+from engine.scheduler import Chunk, StepReport
+from engine.sequence import Emission, Sequence
+from node.engine_host import EngineHost
+from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
+from node.rank import Waker, run_rank
+from node.transport_memory import host_allocator
+
+NO_TOKEN = TokenLogprob(logprob=None, token_id=0)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PrefillRoom:
+    """One hand-off. token: the first token, None until it is sampled. failed: the client has been told of an error."""
+
+    room: int
+    sequence: Sequence
+    token: TokenLogprob | None = None
+    failed: bool = False
+
+
+class PrefillRole:
+    def __init__(self, config: NodeConfig, rank: int, transport: Transport, waker: Waker) -> None:
+        self.rank = rank
+        self.config = config.transfer
+        self.transport = transport
+        self.host = EngineHost(config, allocate=host_allocator(transport), hold_after_prefill=True)
+        pools = self.host.runner.pools
+        self.transfer = PrefillTransfer(
+            layout=self.host.layout,
+            placements=pools.placements(),
+            transport=transport,
+            config=config.transfer,
+            wake=waker,
+        )
+        self.rooms: dict[int, PrefillRoom] = {}
+        self.by_rid: dict[str, PrefillRoom] = {}
+
+    def ready(self) -> Ready:
+        return self.host.ready(
+            rank=self.rank, transport=self.transport.name, control_address=self.transfer.control_address
+        )
+
+    # -- messages from the front -------------------------------------------------------------------
+
+    def submit(self, message: Submit) -> None:
+        assert message.room is not None, "the front refuses a prefill request without a room"
+        sequence = self.host.new_sequence(message)
+        room = PrefillRoom(room=message.room.room, sequence=sequence)
+        try:
+            self.transfer.expect(room.room, message.rid, deadline_s=time.monotonic() + self.config.bootstrap_timeout_s)
+        except ServingError as error:
+            self.host.fail(sequence, error)
+            return
+        self.rooms[room.room] = room
+        self.by_rid[message.rid] = room
+
+    def abort(self, message: Abort) -> None:
+        for sequence in self.host.select(message.rid):
+            room = self.by_rid[sequence.rid]
+            error = AbortedError(message.message)
+            self.transfer.abort(room.room, error)
+            self._fail(room, error)
+
+    def query(self, message: Query) -> None:
+        self.host.answer_query(message, idle=not self.rooms, extra_state={"transfer": self.transfer.stats()})
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        for event in self.transfer.poll():
+            room = self.rooms[event.room]
+            match event:
+                case RoomOpened():
+                    if not room.failed:
+                        self.host.scheduler.add(room.sequence)
+                case RoomFailed(error=error):
+                    self._fail(room, error)
+                case Sent():
+                    self._answer(room, event)
+                case Released():
+                    self._release(room)
+
+    def step(self) -> bool:
+        report = self.host.scheduler.step()
+        if report is not None:
+            self._send(report)
+        return self.host.scheduler.has_work()
+
+    def _send(self, report: StepReport) -> None:
+        for chunk in report.chunks:
+            self._send_pages(chunk)
+        for emission in report.emissions:
+            self._send_state(emission)
+        for sequence, error in report.failures:
+            room = self.by_rid[sequence.rid]
+            self.transfer.abort(room.room, error)
+            self._fail(room, error)
+
+    def _send_pages(self, chunk: Chunk) -> None:
+        """Post the pages that this chunk filled. Every chunk but the last ends on a page, so none is sent twice."""
+        page_size = self.host.scheduler.limits.page_size
+        first, end = chunk.start // page_size, math.ceil(chunk.end / page_size)
+        room = self.by_rid[chunk.sequence.rid]
+        self.transfer.send_pages(room.room, first, chunk.sequence.page_table[first:end])
+
+    def _send_state(self, emission: Emission) -> None:
+        sequence = emission.sequence
+        room = self.by_rid[sequence.rid]
+        room.token = emission.token
+        assert sequence.slot is not None
+        self.transfer.send_state(room.room, sequence.slot, None)
+        self.transfer.commit(
+            room.room,
+            HandoffMetadata(
+                room=room.room,
+                rid=sequence.rid,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                num_cached_tokens=sequence.num_cached_tokens,
+                tracked_position=-1,
+                first_token=emission.token or NO_TOKEN,
+                sampling_seed=sequence.sampling.sampling_seed,
+                queue_s=sequence.queue_s,
+                prefill_s=sequence.prefill_s,
+            ),
+        )
+
+    def _answer(self, room: PrefillRoom, sent: Sent) -> None:
+        sequence = room.sequence
+        timing = Timing(
+            queue_s=sequence.queue_s,
+            prefill_s=sequence.prefill_s,
+            transfer_s=sent.seconds,
+            transfer_bytes=sent.bytes_by_part,
+        )
+        finish = FinishReason(type="length", length=len(sequence.output_ids))
+        self.host.emit(Emission(sequence=sequence, token=room.token, finish=finish), timing)
+
+    def _fail(self, room: PrefillRoom, error: ServingError) -> None:
+        """End the request now; its memory waits for `Released`."""
+        if room.failed:
+            return
+        room.failed = True
+        self.host.scheduler.remove(room.sequence)
+        self.host.fail(room.sequence, error)
+
+    def _release(self, room: PrefillRoom) -> None:
+        self.host.scheduler.release(room.sequence)
+        del self.rooms[room.room], self.by_rid[room.sequence.rid]
+
+    def take_outbox(self) -> list[FromRank]:
+        return self.host.take_outbox()
+
+    def close(self) -> None:
+        for room in list(self.rooms.values()):
+            self.transfer.abort(room.room, WorkerError("the prefill node is shutting down"))
+        self.transfer.close()
+        self.transport.close()
+
+
+def make_prefill_role(config: NodeConfig, rank: int, waker: Waker) -> PrefillRole:
+    return PrefillRole(config, rank, open_transport(config.transfer), waker)
+
+
+def main() -> None:
+    run_rank(make_prefill_role)
+
+
+if __name__ == "__main__":
+    main()
