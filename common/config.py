@@ -157,7 +157,7 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
         )
     if engine.max_total_tokens < 2 * engine.page_size:
         raise ConfigError(
-            f"--max-total-tokens {engine.max_total_tokens}: two pages of {engine.page_size} or more, page 0 is reserved",
+            f"--max-total-tokens {engine.max_total_tokens}: two pages of {engine.page_size} at least",
             param="max_total_tokens",
         )
     if config.role is not Role.UNIFIED and transfer.host in ("0.0.0.0", "::", ""):

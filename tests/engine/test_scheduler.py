@@ -1,0 +1,272 @@
+"""The scheduler against a runner that keeps books: every step must continue exactly the sequence it claims to."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import CapacityError
+from common.sampling import LogprobOptions, SamplingParams
+from engine.allocator import PageAllocator, SlotAllocator
+from engine.batch import Row
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Phase, Sequence
+from engine.stopping import StopChecker
+
+VOCAB = 97
+EOS = 0
+PAGE = 4
+
+
+class BookkeepingRunner:
+    """Stands in for the model: the logits are a function of the whole history, which it reads back from slot and pages.
+
+    A slot remembers the tokens it stands for; a page remembers its tokens. A row that starts at the wrong position,
+    uses another sequence's slot or page, or misses a page fails an assertion.
+    """
+
+    def __init__(self) -> None:
+        self.slot_tokens: dict[int, list[int]] = {}
+        self.page_tokens: dict[int, list[int]] = {}
+        self.poisoned_logits_for: set[int] = set()
+        self.batch_sizes: list[int] = []
+
+    def forward(self, rows: Seq[Row]) -> Tensor:
+        assert rows and len({r.slot for r in rows}) == len(rows)
+        self.batch_sizes.append(len(rows))
+        return torch.cat([self._row(row) for row in rows])
+
+    def _row(self, row: Row) -> Tensor:
+        assert row.slot != 0 and 0 not in row.page_table and row.token_ids
+        history = [] if row.start == 0 else self.slot_tokens[row.slot]
+        assert len(history) == row.start
+        for position, token in enumerate(row.token_ids, start=row.start):
+            page = row.page_table[position // PAGE]
+            tokens = [] if position % PAGE == 0 else self.page_tokens[page]
+            self.page_tokens[page] = [*tokens[: position % PAGE], token]
+        history = history + list(row.token_ids)
+        self.slot_tokens[row.slot] = history
+        stored = [t for page in row.page_table for t in self.page_tokens.get(page, [])][: len(history)]
+        assert stored == history, "the pages do not hold the sequence that the slot stands for"
+        first = len(history) - row.num_logits
+        rows = [logits_after(history[: first + i + 1]) for i in range(row.num_logits)]
+        if row.token_ids[0] in self.poisoned_logits_for:
+            rows = [torch.full((VOCAB,), float("nan")) for _ in rows]
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+
+def logits_after(history: Seq[int]) -> Tensor:
+    generator = torch.Generator().manual_seed(hash(tuple(history)) % 2**31)
+    logits = torch.randn(VOCAB, generator=generator)
+    logits[EOS] += 0.5
+    return logits
+
+
+def expected_tokens(prompt: list[int], count: int) -> list[int]:
+    """The greedy answer of the pretended model, up to and with EOS."""
+    history, answer = list(prompt), []
+    while len(answer) < count and (not answer or answer[-1] != EOS):
+        answer.append(int(logits_after(history).argmax()))
+        history.append(answer[-1])
+    return answer
+
+
+def make_scheduler(
+    *, pages: int = 200, slots: int = 20, budget: int = 16, max_running: int = 16, hold: bool = False
+) -> Scheduler:
+    eos_ids = frozenset({EOS})
+    return Scheduler(
+        runner=BookkeepingRunner(),
+        pages=PageAllocator(pages),
+        slots=SlotAllocator(slots),
+        stopping=StopChecker(lambda ids: " ".join(map(str, ids)), eos_ids),
+        eos_ids=eos_ids,
+        limits=Limits(page_size=PAGE, prefill_budget=budget, prefill_grid=8, max_running=max_running),
+        hold_after_prefill=hold,
+    )
+
+
+def make_sequence(
+    rid: str, prompt: list[int], max_new_tokens: int, arrival_s: float = 0.0, **extra: object
+) -> Sequence:
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens)
+    return Sequence(
+        rid=rid,
+        prompt_ids=prompt,
+        sampling=sampling,
+        logprobs=LogprobOptions(**extra),  # type: ignore[arg-type]
+        arrival_s=arrival_s,
+    )
+
+
+def drain(scheduler: Scheduler) -> list[str]:
+    """Step until nothing is left; returns the rids in the order in which they ended."""
+    ended = []
+    for _ in range(10_000):
+        report = scheduler.step()
+        if report is None:
+            break
+        for emission in report.emissions:
+            if emission.finish is not None:
+                scheduler.release(emission.sequence)
+                ended.append(emission.sequence.rid)
+        for sequence, _ in report.failures:
+            scheduler.release(sequence)
+            ended.append(sequence.rid)
+    assert not scheduler.has_work()
+    return ended
+
+
+def assert_all_free(scheduler: Scheduler) -> None:
+    scheduler.pages.check_integrity()
+    scheduler.slots.check_integrity()
+    assert scheduler.pages.num_free == scheduler.pages.num_pages - 1
+    assert scheduler.slots.num_free == scheduler.slots.num_slots - 1
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 40, 41])
+def test_chunked_prefill_and_decode_continue_one_sequence(length: int) -> None:
+    scheduler = make_scheduler()
+    prompt = [1 + i % 90 for i in range(length)]
+    sequence = make_sequence("a", prompt, 12)
+    scheduler.add(sequence)
+    drain(scheduler)
+    assert sequence.output_ids == expected_tokens(prompt, 12)
+    assert_all_free(scheduler)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_arrivals_in_small_pools_give_the_answers_of_each_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = make_scheduler(pages=rng.randint(12, 40), slots=rng.randint(3, 8), max_running=rng.randint(2, 8))
+    pending = [
+        make_sequence(f"r{i}", [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 30))], rng.randint(0, 12), i)
+        for i in range(25)
+    ]
+    done: list[Sequence] = []
+    aborted: set[str] = set()
+    while pending or scheduler.has_work():
+        while pending and rng.random() < 0.5:
+            scheduler.add(pending.pop(0))
+        running = scheduler.running + scheduler.prefilling + list(scheduler.waiting)
+        if running and rng.random() < 0.03:
+            victim = rng.choice(running)
+            scheduler.remove(victim)
+            scheduler.release(victim)
+            aborted.add(victim.rid)
+        report = scheduler.step()
+        for emission in report.emissions if report else []:
+            if emission.finish is not None:
+                scheduler.release(emission.sequence)
+                done.append(emission.sequence)
+        assert not (report and report.failures)
+        scheduler.pages.check_integrity()
+        scheduler.slots.check_integrity()
+    assert len(done) + len(aborted) == 25
+    for sequence in done:
+        assert sequence.output_ids == expected_tokens(sequence.prompt_ids, sequence.sampling.max_new_tokens)
+    assert_all_free(scheduler)
+
+
+def test_retraction_takes_the_latest_arrival_and_changes_no_answer() -> None:
+    scheduler = make_scheduler(pages=10, slots=5)
+    prompts = [[5, 6, 7, 8, 9], [10, 11, 12], [20, 21, 22, 23]]
+    sequences = [make_sequence(f"r{i}", p, 14, arrival_s=i) for i, p in enumerate(prompts)]
+    for sequence in sequences:
+        sequence.sampling = SamplingParams(temperature=0.0, max_new_tokens=14, ignore_eos=True)
+        scheduler.add(sequence)
+    first_retracted = None
+    while scheduler.has_work():
+        report = scheduler.step()
+        assert report is not None and not report.failures
+        if scheduler.counters.retractions and first_retracted is None:
+            first_retracted = scheduler.waiting[0].rid
+        for emission in report.emissions:
+            if emission.finish is not None:
+                scheduler.release(emission.sequence)
+    assert first_retracted == "r2"
+    for sequence, prompt in zip(sequences, prompts, strict=True):
+        history = list(prompt)
+        for token in sequence.output_ids:
+            assert token == int(logits_after(history).argmax())
+            history.append(token)
+        assert len(sequence.output_ids) == 14
+    assert_all_free(scheduler)
+
+
+def test_an_answer_that_outgrows_every_page_fails_alone() -> None:
+    scheduler = make_scheduler(pages=4, slots=3)
+    sequence = make_sequence("big", [3] * 8, 30)
+    sequence.sampling = SamplingParams(temperature=0.0, max_new_tokens=30, ignore_eos=True)
+    scheduler.add(sequence)
+    failures = []
+    while scheduler.has_work():
+        report = scheduler.step()
+        assert report is not None
+        failures += report.failures
+    assert [type(error) for _, error in failures] == [CapacityError]
+    scheduler.release(sequence)
+    assert_all_free(scheduler)
+
+
+def test_order_of_arrival_is_kept_when_slots_run_out() -> None:
+    scheduler = make_scheduler(slots=2)
+    for i in range(6):
+        scheduler.add(make_sequence(f"r{i}", [i + 1, i + 2], 3, arrival_s=i))
+    assert drain(scheduler) == [f"r{i}" for i in range(6)]
+
+
+def test_non_finite_logits_fail_their_row_and_no_other() -> None:
+    scheduler = make_scheduler()
+    assert isinstance(scheduler.runner, BookkeepingRunner)
+    scheduler.runner.poisoned_logits_for = {66}
+    good, bad = make_sequence("good", [5, 6, 7], 6), make_sequence("bad", [66, 1, 2], 6)
+    scheduler.add(bad)
+    scheduler.add(good)
+    report = scheduler.step()
+    assert report is not None
+    assert [s.rid for s, _ in report.failures] == ["bad"]
+    assert report.failures[0][1].code == "non_finite_logits"
+    assert bad.phase is Phase.DONE
+    scheduler.release(bad)
+    drain(scheduler)
+    assert good.output_ids == expected_tokens(good.prompt_ids, 6)
+    assert_all_free(scheduler)
+
+
+def test_a_prefill_scheduler_holds_a_sequence_until_it_is_released() -> None:
+    scheduler = make_scheduler(hold=True)
+    sequence = make_sequence("a", list(range(1, 30)), 50)
+    scheduler.add(sequence)
+    chunks = []
+    while scheduler.has_work():
+        report = scheduler.step()
+        assert report is not None
+        chunks += [(c.start, c.end) for c in report.chunks]
+    assert chunks == [(0, 16), (16, 29)]
+    assert sequence.phase is Phase.HELD and len(sequence.output_ids) == 1
+    assert scheduler.pages.num_free < scheduler.pages.num_pages - 1
+    scheduler.release(sequence)
+    assert_all_free(scheduler)
+
+
+@pytest.mark.parametrize("start_len", [0, 1, 2, 7, 8, 9, 15, 16, 17, 27, 28])
+@pytest.mark.parametrize("budget", [8, 16, 64])
+def test_prompt_logprobs_over_chunks_are_those_of_each_position(start_len: int, budget: int) -> None:
+    scheduler = make_scheduler(budget=budget)
+    prompt = [1 + (7 * i) % 90 for i in range(28)]
+    sequence = make_sequence("a", prompt, 2, wanted=True, start_len=start_len, top_num=2)
+    scheduler.add(sequence)
+    drain(scheduler)
+    assert [t.token_id for t in sequence.prompt_logprobs] == prompt[start_len:]
+    for position, entry in enumerate(sequence.prompt_logprobs, start=start_len):
+        if position == 0:
+            assert entry.logprob is None
+            continue
+        reference = torch.log_softmax(logits_after(prompt[:position]), dim=-1)
+        assert entry.logprob == pytest.approx(reference[prompt[position]].item(), abs=1e-5)
+        assert entry.top[0][1] == int(reference.argmax())
