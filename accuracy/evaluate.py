@@ -20,7 +20,7 @@ from accuracy.gsm_mini import STOP, Problem, extract_answer, few_shot, problems,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One problem's outcome. error: why there is no answer, e.g. an HTTP status; such a problem is not counted wrong."""
+    """One problem's outcome. error: why there is no answer, e.g. an HTTP status."""
 
     problem: Problem
     text: str
