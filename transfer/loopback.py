@@ -1,0 +1,178 @@
+"""Same-host transport: a write is a memcpy into the peer's memory. Injects faults on purpose; for tests and trials.
+
+Buffers are memory files, so that another process of the same user can map them through /proc/<pid>/fd/<fd>. A session is
+"loopback:<pid>:<start time>:<fd>+<address>+<nbytes>;…"; the start time tells a process from a later one with its number.
+fd is -1 for memory that only its own process can reach.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from common.config import LoopbackFaults
+from common.errors import TransferError
+from transfer.transport import Block
+
+_PACE_BYTES = 1 << 18
+
+
+class _Range(NamedTuple):
+    """`nbytes` from `address` in the owner's address space; `local` is where the same bytes are mapped here."""
+
+    fd: int
+    address: int
+    nbytes: int
+    local: int
+
+
+class LoopbackTransport:
+    """Copies with memmove. Works inside one process and between processes of one user on one host."""
+
+    name = "loopback"
+
+    def __init__(self, faults: LoopbackFaults = LoopbackFaults()) -> None:  # noqa: B008 (frozen)
+        self._faults = faults
+        self._lock = threading.Lock()
+        self._buffers: list[mmap.mmap] = []
+        self._own: list[_Range] = []
+        self._peers: dict[str, tuple[_Range, ...]] = {}
+        self._mapped: list[mmap.mmap] = []
+
+    @property
+    def session(self) -> str:
+        with self._lock:
+            ranges = ";".join(f"{r.fd}+{r.address}+{r.nbytes}" for r in self._own)
+        return f"loopback:{os.getpid()}:{_start_time(os.getpid())}:{ranges}"
+
+    def host_buffer(self, nbytes: int) -> memoryview:
+        fd = os.memfd_create("tandem-state")
+        os.ftruncate(fd, max(nbytes, mmap.PAGESIZE))
+        buffer = mmap.mmap(fd, max(nbytes, mmap.PAGESIZE))
+        address = _address(buffer)
+        with self._lock:
+            self._buffers.append(buffer)
+            self._own.append(_Range(fd, address, len(buffer), address))
+        return memoryview(buffer)
+
+    def register(self, address: int, nbytes: int) -> None:
+        with self._lock:
+            self._own.append(_Range(-1, address, nbytes, address))
+
+    def unregister(self, address: int) -> None:
+        with self._lock:
+            self._own = [r for r in self._own if r.address != address]
+
+    def write(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> None:
+        ranges = self._reach(session)
+        if self._faults.delay_s:
+            time.sleep(self._faults.delay_s)
+        hit = nth_room % self._faults.every == 0
+        flip = self._faults.flip if hit else None
+        for block in blocks:
+            target = _locate(ranges, block)
+            if hit and block.part == self._faults.drop:
+                continue
+            if hit and block.part == self._faults.zero:
+                ctypes.memset(target, 0, block.nbytes)
+                continue
+            self._copy(target, block)
+            if block.part == flip:
+                _flip(target + block.nbytes // 2)
+                flip = None
+
+    def metadata(self, payload: bytes, nth_room: int = 0) -> bytes | None:
+        if nth_room % self._faults.every:
+            return payload
+        if self._faults.drop == "metadata":
+            return None
+        if self._faults.zero == "metadata":
+            return bytes(len(payload))
+        if self._faults.flip == "metadata":
+            middle = len(payload) // 2
+            return payload[:middle] + bytes([payload[middle] ^ 1]) + payload[middle + 1 :]
+        return payload
+
+    def inbound(self) -> frozenset[str]:
+        """None at all: a writer copies by itself, so nothing of a dead one can still be on its way."""
+        return frozenset()
+
+    def outbound(self) -> frozenset[str]:
+        return frozenset()
+
+    def close(self) -> None:
+        """Let go of the memory files. Views of the buffers stay valid for as long as somebody holds them."""
+        with self._lock:
+            for owned in self._own:
+                if owned.fd >= 0:
+                    os.close(owned.fd)
+            self._own, self._buffers, self._peers, self._mapped = [], [], {}, []
+
+    def _copy(self, target: int, block: Block) -> None:
+        """memmove, in steps at the pace of the link when it has one."""
+        pace = self._faults.bandwidth_bytes_s
+        step = _PACE_BYTES if pace else block.nbytes
+        for offset in range(0, block.nbytes, step):
+            nbytes = min(step, block.nbytes - offset)
+            if pace:
+                time.sleep(nbytes / pace)
+            ctypes.memmove(target + offset, block.src + offset, nbytes)
+
+    def _reach(self, session: str) -> tuple[_Range, ...]:
+        with self._lock:
+            if session not in self._peers:
+                self._peers[session] = self._map(session)
+            return self._peers[session]
+
+    def _map(self, session: str) -> tuple[_Range, ...]:
+        """Map the peer's buffers here. Raises TransferError when the process is gone or not this user's."""
+        try:
+            _, pid, start, described = session.split(":")
+            ranges = [tuple(map(int, text.split("+"))) for text in described.split(";") if text]
+        except ValueError as error:
+            raise TransferError(f"not a loopback session: {session[:80]}", code="bad_session") from error
+        if int(pid) == os.getpid():
+            return tuple(_Range(fd, address, nbytes, address) for fd, address, nbytes in ranges)
+        try:
+            if _start_time(int(pid)) != start:
+                raise ProcessLookupError(f"process {pid} is another one now")
+            return tuple(self._map_one(pid, *described_range) for described_range in ranges if described_range[0] >= 0)
+        except OSError as error:
+            raise TransferError(f"cannot reach the memory of process {pid}: {error}", code="peer_unreachable") from error
+
+    def _map_one(self, pid: str, fd: int, address: int, nbytes: int) -> _Range:
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        try:
+            mapped = mmap.mmap(opened, nbytes)
+        finally:
+            os.close(opened)
+        self._mapped.append(mapped)
+        return _Range(fd, address, nbytes, _address(mapped))
+
+
+def _locate(ranges: Sequence[_Range], block: Block) -> int:
+    """Where the block's destination lies in this process."""
+    for known in ranges:
+        if known.address <= block.dst and block.dst + block.nbytes <= known.address + known.nbytes:
+            return known.local + block.dst - known.address
+    raise TransferError(f"the peer has no memory registered at {block.dst:#x}", code="bad_address")
+
+
+def _address(buffer: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def _flip(address: int) -> None:
+    byte = ctypes.c_ubyte.from_address(address)
+    byte.value ^= 1
+
+
+def _start_time(pid: int) -> str:
+    """Field 22 of /proc/<pid>/stat; what stands before it may hold spaces, but ends with the last ")"."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -1,0 +1,179 @@
+"""Mooncake Transfer Engine: RDMA, TCP or NVLink writes. Return codes become typed errors here and nowhere else.
+
+Mooncake falls back to TCP in silence when it finds no RDMA device, so what was installed is read from the process
+itself: an open verbs device means RDMA, a listening data port means TCP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import math
+import mmap
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+from common.config import Protocol, TransferConfig
+from common.errors import ConfigError, TransferError
+from transfer.sockets import connected_to, open_files, own_sockets
+from transfer.transport import Block
+
+log = logging.getLogger(__name__)
+
+_WRITE_CODES = {-1: "the peer could not be reached or refused the write", -202: "the memory could not be locked"}
+
+
+class MooncakeTransport:
+    """One initialised engine. `data_port` is where peers' TCP writes come in (None for RDMA and NVLink)."""
+
+    def __init__(self, engine: Any, host: str, protocol: Protocol, data_port: int | None) -> None:
+        self.name = f"mooncake-{protocol.value}"
+        self.session = f"{host}:{engine.get_rpc_port()}"
+        self._engine = engine
+        self._data_port = data_port
+        self._lock = threading.Lock()
+        self._buffers: list[mmap.mmap] = []
+
+    def host_buffer(self, nbytes: int) -> memoryview:
+        buffer = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
+        self.register(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer))
+        with self._lock:
+            self._buffers.append(buffer)
+        return memoryview(buffer)
+
+    def register(self, address: int, nbytes: int) -> None:
+        code = self._engine.register_memory(address, nbytes)
+        if code:
+            raise TransferError(
+                f"{self.name} could not register {nbytes} bytes: {_meaning(code)} (ulimit -l)", code="register_failed"
+            )
+
+    def unregister(self, address: int) -> None:
+        code = self._engine.unregister_memory(address)
+        if code:
+            raise TransferError(f"{self.name} could not unregister {address:#x}: {_meaning(code)}", code="bad_address")
+
+    def write(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> None:
+        """Blocks without the interpreter lock, so that other threads keep running."""
+        sources, targets, sizes, _ = zip(*blocks, strict=True) if blocks else ((), (), (), ())
+        code = self._engine.batch_transfer_sync_write(session, list(sources), list(targets), list(sizes))
+        if code:
+            raise TransferError(f"{self.name} write to {session} failed: {_meaning(code)}", code="write_failed")
+
+    def metadata(self, payload: bytes, nth_room: int = 0) -> bytes:
+        return payload
+
+    def inbound(self) -> frozenset[str] | None:
+        return None if self._data_port is None else connected_to(self._data_port)
+
+    def outbound(self) -> frozenset[str]:
+        return frozenset(socket.local for socket in own_sockets() if not socket.listening)
+
+    def close(self) -> None:
+        """End the engine (its destructor closes every connection); buffers live on while somebody holds a view."""
+        self._engine = None
+
+
+def open_mooncake(config: TransferConfig) -> MooncakeTransport:
+    """An engine that speaks exactly the protocol asked for. Raises ConfigError, with Mooncake's own words at hand."""
+    _set_environment(config)
+    module = _load()
+    if config.protocol is Protocol.NVLINK and not (module.SUPPORT_MNNVL or module.SUPPORT_INTRA_NVLINK):
+        raise ConfigError("--transfer-protocol nvlink: this Mooncake wheel is built without it", param="protocol")
+    before = {socket.inode for socket in own_sockets()}
+    engine = module.TransferEngine()
+    with _captured_stderr() as words:
+        code = engine.initialize(config.host, "P2PHANDSHAKE", config.protocol.value, config.device)
+    log.debug("mooncake said: %s", words())
+    if code:
+        raise ConfigError(
+            f"--transfer-protocol {config.protocol.value}: Mooncake did not start on {config.host}"
+            f" (device {config.device or 'any'}, code {code}): {_last_error(words())}",
+            param="protocol",
+        )
+    rpc_port = engine.get_rpc_port()
+    listening = [s.local_port for s in own_sockets() if s.listening and s.inode not in before]
+    data_ports = [port for port in listening if port != rpc_port]
+    _check_installed(config.protocol, data_ports)
+    transport = MooncakeTransport(engine, config.host, config.protocol, data_ports[0] if data_ports else None)
+    log.info("transport installed: %s, session %s", transport.name, transport.session)
+    return transport
+
+
+def _check_installed(wanted: Protocol, data_ports: Sequence[int]) -> None:
+    """Refuse to go on with another transport than `wanted`. Raises ConfigError."""
+    verbs = any("/infiniband/uverbs" in target for target in open_files())
+    match wanted:
+        case Protocol.TCP:
+            right = len(data_ports) == 1 and not verbs
+        case Protocol.RDMA:
+            right = verbs and not data_ports
+        case Protocol.NVLINK:
+            right = not verbs and not data_ports
+    if not right:
+        raise ConfigError(
+            f"--transfer-protocol {wanted.value}: Mooncake installed another transport"
+            f" (RDMA device open: {verbs}, TCP data ports: {list(data_ports)})",
+            param="protocol",
+        )
+
+
+def _set_environment(config: TransferConfig) -> None:
+    """Mooncake reads its settings from the environment, when it is loaded and when it starts; a user's own win."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("MC_TCP_BIND_ADDRESS", config.host)
+    os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(max(1, math.ceil(config.transfer_timeout_s))))
+    forced = {Protocol.TCP: "MC_FORCE_TCP", Protocol.RDMA: "MC_FORCE_HCA", Protocol.NVLINK: "MC_FORCE_MNNVL"}
+    for protocol, variable in forced.items():
+        if protocol is config.protocol:
+            os.environ[variable] = "1"
+        else:
+            os.environ.pop(variable, None)
+
+
+def _load() -> Any:
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "--transport mooncake: not installed; run: pip install mooncake-transfer-engine-non-cuda", param="transport"
+        ) from error
+    except ImportError as error:
+        if "libibverbs" in str(error):
+            raise ConfigError(
+                "--transport mooncake: needs libibverbs; run: apt-get install -y libibverbs1", param="transport"
+            ) from error
+        raise ConfigError(f"--transport mooncake: cannot be loaded: {error}", param="transport") from error
+
+
+@contextlib.contextmanager
+def _captured_stderr() -> Iterator[Any]:
+    """Keep what C++ code prints to descriptor 2; yields a function that returns it, also after the block."""
+    kept: IO[bytes] = tempfile.TemporaryFile()
+    saved = os.dup(2)
+    sys.stderr.flush()
+    os.dup2(kept.fileno(), 2)
+    text: list[str] = []
+    try:
+        yield lambda: "".join(text)
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        kept.seek(0)
+        text.append(kept.read().decode(errors="replace"))
+        kept.close()
+
+
+def _last_error(words: str) -> str:
+    lines = [line for line in words.splitlines() if line.startswith(("E", "F"))]
+    return lines[-1] if lines else "no reason given"
+
+
+def _meaning(code: int) -> str:
+    return f"{_WRITE_CODES.get(code, 'unknown reason')} (code {code})"

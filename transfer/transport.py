@@ -1,0 +1,82 @@
+"""The seam between the hand-off and whatever moves the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from common.config import TransferConfig, TransportName
+from common.errors import ConfigError
+
+
+class Block(NamedTuple):
+    """Copy `nbytes` from address `src` here to address `dst` at the peer. part: kv, conv, ssm or track."""
+
+    src: int
+    dst: int
+    nbytes: int
+    part: str
+
+
+class Transport(Protocol):
+    """One-sided writes into a peer's registered memory. Every method but `close` may be called from any thread."""
+
+    @property
+    def name(self) -> str:
+        """What was really installed, e.g. "mooncake-tcp"."""
+        ...
+
+    @property
+    def session(self) -> str:
+        """What a peer passes to `write` to reach this process; read it after all memory is registered."""
+        ...
+
+    def host_buffer(self, nbytes: int) -> memoryview:
+        """Zeroed, page-aligned, registered host memory, at least `nbytes` long; it lives as long as the transport."""
+        ...
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Let peers write to memory that the caller owns and keeps alive. Raises TransferError."""
+        ...
+
+    def unregister(self, address: int) -> None: ...
+
+    def write(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> None:
+        """Write all blocks; returns when every byte is in place. Raises TransferError.
+
+        nth_room: which room of the sender this is, counted from 0; only injected faults look at it. After an error
+        some of the blocks may still land.
+        """
+        ...
+
+    def metadata(self, payload: bytes, nth_room: int = 0) -> bytes | None:
+        """The metadata as it leaves: unchanged, unless a fault is injected (None: lost on the way)."""
+        ...
+
+    def inbound(self) -> frozenset[str] | None:
+        """The connections ("address:port" of the far end) over which peers can write here now; None: cannot be known."""
+        ...
+
+    def outbound(self) -> frozenset[str]:
+        """The near ends ("address:port") of this process' own connections."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_transport(config: TransferConfig) -> Transport:
+    """The transport that the configuration asks for, ready to write. Raises ConfigError."""
+    if config.host in ("", "0.0.0.0", "::"):
+        raise ConfigError(
+            f"--transfer-host {config.host or '(empty)'}: peers cannot reach it; give this machine's address",
+            param="transfer_host",
+        )
+    match config.transport:
+        case TransportName.LOOPBACK:
+            from transfer.loopback import LoopbackTransport
+
+            return LoopbackTransport(config.faults)
+        case TransportName.MOONCAKE:
+            from transfer.mooncake import open_mooncake
+
+            return open_mooncake(config)
