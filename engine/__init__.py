@@ -1,1 +1,1 @@
-""""""
+"""Compute: models, kernels, state pools, scheduling, sampling. Knows no HTTP and no transfer."""

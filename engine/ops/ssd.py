@@ -1,0 +1,194 @@
+"""The Mamba2 recurrence (state space duality): chunked for prefill, one token for decode.
+
+Legend: T packed tokens, S sequences, B decode rows, H heads, P head dim, G groups (H / G heads share b and c),
+N state, K chunk rows of a step, L tokens in a chunk row.
+    h[t] = exp(dt[t] * a) h[t-1] + dt[t] * x[t] b[t]^T        h [P, N] for each head, a < 0
+    y[t] = h[t] c[t] + d * x[t]
+A chunk is a cell of the grid of positions 0, chunk, 2 chunk, ... of one sequence. Chunks never cross sequences, and a
+step that begins inside a cell has a shorter first chunk; so a token's chunk does not depend on what it is batched with.
+Source: Dao and Gu, "Transformers are SSMs", 2024, section 6. All arithmetic is float32 and larger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.ops.slots import SlotIndex, read_slots, write_slots
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """Where the packed tokens of S sequences lie in K chunk rows of L tokens.
+
+    Rows are ordered by their number within the sequence, then by sequence, longest first: the rows that are k-th in
+    their sequence are the range [edges[k], edges[k + 1]), and each range is a prefix of the one before, shifted.
+    tokens: int64 [T], place of token t in [K * L]. ranks: int64 [S], the place of each sequence among the first rows.
+    order: int64 [S], its inverse: the sequence at each place. last_rows: int64 [S], the last row of each sequence.
+    """
+
+    rows: int
+    width: int
+    edges: tuple[int, ...]
+    tokens: Tensor
+    order: Tensor
+    last_rows: Tensor
+
+
+def plan_chunks(starts: Sequence[int], lengths: Sequence[int], chunk: int, device: torch.device | str) -> ChunkPlan:
+    """The plan for sequences that add lengths[s] >= 1 tokens from position starts[s], packed one behind the other."""
+    begin, count = torch.tensor(starts), torch.tensor(lengths)
+    chunks = (begin + count - 1) // chunk - begin // chunk + 1  # [S]
+    order = torch.argsort(chunks, descending=True, stable=True)
+    ranks = torch.argsort(order)
+    sizes = (chunks[None, :] > torch.arange(int(chunks.max()))[:, None]).sum(1)  # rows that are k-th
+    edges = torch.cat((torch.zeros(1, dtype=torch.int64), torch.cumsum(sizes, 0)))
+
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), count)  # [T]
+    inside = torch.arange(int(count.sum())) - (torch.cumsum(count, 0) - count)[owner]  # position in the packed piece
+    number = (begin[owner] + inside) // chunk - begin[owner] // chunk  # which chunk of the piece
+    first = torch.where(number == 0, 0, number * chunk - begin[owner] % chunk)
+    place = inside - first
+    width = int(place.max()) + 1
+    return ChunkPlan(
+        rows=int(edges[-1]),
+        width=width,
+        edges=tuple(edges.tolist()),
+        tokens=((edges[number] + ranks[owner]) * width + place).to(device),
+        order=order.to(device),
+        last_rows=(edges[chunks - 1] + ranks).to(device),
+    )
+
+
+def ssd_prefill(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    pool: Tensor,
+    slots: SlotIndex,
+    fresh: Tensor,
+    plan: ChunkPlan,
+) -> Tensor:
+    """Run packed sequences through the recurrence, each continuing from its slot.
+
+    x [T, H, P], b and c [T, G, N] any float dtype; dt [T, H] > 0, a [H] < 0, d [H] float32.
+    pool [slots, H, P, N] (mutated: the state after the last token). fresh bool [S]: begin with zeros.
+    Returns y [T, H, P] float32.
+    """
+    x_rows, b_rows, c_rows, dt_rows = (_to_rows(value, plan) for value in (x, b, c, dt))  # [K, L, ...]
+    x_rows.mul_(dt_rows.unsqueeze(-1))  # dt * x; rows beyond a sequence's end have dt 0: no decay, no input
+    decay = torch.cumsum((dt_rows * a).transpose(1, 2).double(), -1)  # [K, H, L]
+    xs = _by_group(x_rows.flatten(2), b.shape[1])  # [K, G, L, H / G * P]
+    bs, cs = b_rows.transpose(1, 2), c_rows.transpose(1, 2)  # [K, G, L, N]
+
+    before = _state_before_rows(xs, bs, decay, read_slots(pool, slots), fresh, plan)  # [K + S, H, P, N]
+    write_slots(pool, slots, before[plan.rows :])
+    y = _within_rows(xs, bs, cs, decay)  # [K, H, L, P]
+    y.addcmul_(_from_state(cs, before[: plan.rows]), torch.exp(decay.float()).unsqueeze(-1))
+    packed = y.transpose(1, 2).reshape(plan.rows * plan.width, *x.shape[1:]).index_select(0, plan.tokens)
+    return packed.addcmul_(x, d.unsqueeze(-1))  # [T, H, P]
+
+
+def _to_rows(value: Tensor, plan: ChunkPlan) -> Tensor:
+    """[T, ...] -> float32 [K, L, ...], zeros where a row has no token."""
+    rows = torch.zeros(plan.rows * plan.width, *value.shape[1:], dtype=torch.float32, device=value.device)
+    return rows.index_copy_(0, plan.tokens, value.float()).view(plan.rows, plan.width, *value.shape[1:])
+
+
+def _by_group(rows: Tensor, groups: int) -> Tensor:
+    """[K, L, channels] -> [K, G, L, channels / G]."""
+    return rows.view(*rows.shape[:2], groups, -1).transpose(1, 2)
+
+
+def _by_head(xs: Tensor, heads: int) -> Tensor:
+    """[K, G, L, H / G * P] -> [K, G, L, H / G, P]."""
+    return xs.view(*xs.shape[:3], heads // xs.shape[1], -1)
+
+
+def _within_rows(xs: Tensor, bs: Tensor, cs: Tensor, decay: Tensor) -> Tensor:
+    """What the tokens of a chunk get from each other: y [K, H, L, P]."""
+    rows, groups, width, _ = xs.shape
+    heads = decay.shape[1]
+    future = torch.ones(width, width, dtype=torch.bool, device=xs.device).triu(1)
+    gap = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).float()  # [K, H, L, L], from column to row
+    weight = gap.masked_fill_(future, -torch.inf).exp_()
+    scores = torch.matmul(cs, bs.transpose(-1, -2))  # [K, G, L, L]
+    weight.view(rows, groups, heads // groups, width, width).mul_(scores.unsqueeze(2))
+    values = _by_head(xs, heads).transpose(2, 3).reshape(rows, heads, width, -1)  # [K, H, L, P]
+    return torch.matmul(weight, values)
+
+
+def _state_before_rows(
+    xs: Tensor, bs: Tensor, decay: Tensor, initial: Tensor, fresh: Tensor, plan: ChunkPlan
+) -> Tensor:
+    """The state each chunk row begins with [K, H, P, N], followed by the final state of each sequence [S, H, P, N]."""
+    rows, groups, width, _ = xs.shape
+    heads, sequences = decay.shape[1], fresh.shape[0]
+    left = torch.exp(decay[..., -1:] - decay).float()  # [K, H, L], what is left of a token at the end of its row
+    weighted = _by_head(xs, heads) * left.view(rows, groups, -1, width).transpose(2, 3).unsqueeze(-1)
+    added = torch.matmul(weighted.flatten(-2).transpose(-1, -2), bs)  # [K, G, H / G * P, N]
+    added = added.view(rows, *initial.shape[1:])  # [K, H, P, N]
+    kept = torch.exp(decay[..., -1]).float()[..., None, None]  # [K, H, 1, 1]
+
+    before = torch.empty(rows + sequences, *initial.shape[1:], dtype=torch.float32, device=xs.device)
+    before[:sequences] = torch.where(fresh[:, None, None, None], 0, initial.float()).index_select(0, plan.order)
+    for low, high, following in zip(plan.edges, plan.edges[1:], plan.edges[2:], strict=False):
+        size = following - high  # sequences that have another row
+        now = slice(low, low + size)
+        torch.addcmul(added[now], before[now], kept[now], out=before[high:following])
+    last = plan.last_rows
+    torch.addcmul(added[last], before[last], kept[last], out=before[rows:])
+    return before
+
+
+def _from_state(cs: Tensor, states: Tensor) -> Tensor:
+    """What tokens read from the state their row began with, before decay: cs [K, G, L, N] -> [K, H, L, P]."""
+    rows, groups, width, size = cs.shape
+    heads, dim = states.shape[1:3]
+    read = torch.matmul(states.reshape(rows, groups, -1, size), cs.transpose(-1, -2))  # [K, G, H / G * P, L]
+    return read.view(rows, heads, dim, width).transpose(2, 3)
+
+
+def ssd_step(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, pool: Tensor, slots: SlotIndex
+) -> Tensor:
+    """One token of each of B sequences.
+
+    x [B, H, P], b and c [B, G, N] any float dtype; dt [B, H] > 0, a [H], d [H] float32.
+    pool [slots, H, P, N] (mutated). Returns y [B, H, P] float32.
+    """
+    rows, heads, dim = x.shape
+    groups, size = b.shape[1:]
+    state = read_slots(pool, slots).float()  # [B, H, P, N], a view of a float32 pool when slots are a run
+    state.mul_(torch.exp(dt * a)[..., None, None])
+    grouped = state.view(rows, groups, -1, size)  # [B, G, H / G * P, N]
+    grouped.addcmul_((x * dt.unsqueeze(-1)).view(rows, groups, -1, 1), b.float().unsqueeze(2))
+    write_slots(pool, slots, state)
+    # One product reads every head with the c of every group; the diagonal keeps each head's own group.
+    read = torch.bmm(state.view(rows, heads * dim, size), c.float().transpose(1, 2))  # [B, H * P, G]
+    own = read.view(rows, groups, -1, groups).diagonal(dim1=1, dim2=3).transpose(1, 2)  # [B, G, H / G * P]
+    return torch.addcmul(own.reshape(rows, heads, dim), x, d.unsqueeze(-1))
+
+
+def ssd_sequential_ref(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One sequence, token by token, in float64.
+
+    x [n, H, P], dt [n, H], a [H], b and c [n, G, N], d [H], state [H, P, N] -> y [n, H, P], new state [H, P, N].
+    """
+    x, dt, a, b, c, d, state = (value.double() for value in (x, dt, a, b, c, d, state))
+    share = x.shape[1] // b.shape[1]
+    outputs = []
+    for t in range(x.shape[0]):
+        b_heads, c_heads = b[t].repeat_interleave(share, 0), c[t].repeat_interleave(share, 0)  # [H, N]
+        update = (dt[t, :, None] * x[t])[:, :, None] * b_heads[:, None, :]  # [H, P, N]
+        state = torch.exp(dt[t] * a)[:, None, None] * state + update
+        outputs.append((state * c_heads[:, None, :]).sum(-1) + d[:, None] * x[t])
+    return torch.stack(outputs), state

@@ -1,0 +1,156 @@
+"""Where the state of every sequence lives: KV pages, conv slots and SSM slots of one rank, on one device.
+
+Legend: A attention layers, M Mamba layers, H heads, P head dim, N state, C conv_dim, W conv width.
+    kv    [A, 2, pages, page_size, kv_heads, head_dim]   item: one page of K or V of one layer
+    conv  [slots, M, C, W - 1]                           item: one slot of one layer; a slot of all layers is one block
+    ssm   [slots, M, H, P, N]                            likewise
+Page 0 and slot 0 pad short rows of a batch; they never belong to a request. Who owns the others is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from common.layout import MemoryRange, PoolLayout, PoolPlacement, StateKind, StateLayout
+from engine.model_config import HybridConfig, LayerKind
+
+ALIGNMENT_BYTES = 64
+_POISON_KV = 1e4
+
+
+class StatePools:
+    """The pools and their description. Forward passes write `kv`, `conv` and `ssm` in place."""
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        *,
+        num_pages: int,
+        num_slots: int,
+        page_size: int,
+        dtype: torch.dtype,
+        ssm_dtype: torch.dtype,
+        device: torch.device | str,
+        revision: str,
+        allocate: Callable[[int], Tensor] | None,
+    ) -> None:
+        """allocate(nbytes): uint8 memory that outlives the pools, registered with a transport; None: plain memory.
+
+        All pools lie in one allocation, each aligned to 64 bytes, and begin as zeros.
+        """
+        assert num_pages >= 2 and num_slots >= 2, "page 0 and slot 0 are reserved"
+        self.config = config
+        self.num_pages, self.num_slots, self.page_size = num_pages, num_slots, page_size
+        self.revision = revision
+        self.mamba_layers = config.layers_of(LayerKind.MAMBA)
+        self.attention_layers = config.layers_of(LayerKind.ATTENTION)
+        num_mamba, num_attention = len(self.mamba_layers), len(self.attention_layers)
+        kv_shape = (num_attention, 2, num_pages, page_size, config.kv_heads, config.attention_head_dim)
+        conv_shape = (num_slots, num_mamba, config.conv_dim, config.conv_kernel - 1)
+        ssm_shape = (num_slots, num_mamba, config.num_heads, config.head_dim, config.d_state)
+        specs = ((kv_shape, dtype), (conv_shape, dtype), (ssm_shape, ssm_dtype))
+        total = sum(_padded_bytes(shape, item_dtype) for shape, item_dtype in specs) + ALIGNMENT_BYTES
+        self._memory = _take(total, allocate, device)
+        self.kv, self.conv, self.ssm = _carve(self._memory, specs)
+
+    def layout(self) -> StateLayout:
+        """Every pool in the order of the layers; a Mamba layer gives conv, ssm, an attention layer gives k, v."""
+        return StateLayout(
+            model=self.config.model,
+            revision=self.revision,
+            page_size=self.page_size,
+            chunk=self.config.chunk_size,
+            conv_width=self.config.conv_kernel,
+            vocab_size=self.config.vocab_size,
+            pools=tuple(_describe(kind, layer, part, items) for kind, layer, part, items in self._pools()),
+        )
+
+    def placements(self) -> tuple[PoolPlacement, ...]:
+        """Where each pool of `layout().pools` lies, in the same order."""
+        return tuple(_place(items) for *_, items in self._pools())
+
+    def ranges(self) -> tuple[MemoryRange, ...]:
+        """The one allocation that holds all pools."""
+        return (MemoryRange(address=self._memory.data_ptr(), nbytes=self._memory.nbytes),)
+
+    def copy_slot(self, src: int, dst: int) -> None:
+        """Copy conv and SSM state of all layers from slot src to slot dst."""
+        assert src > 0 and dst > 0, "slot 0 belongs to nobody"
+        self.conv[dst].copy_(self.conv[src])
+        self.ssm[dst].copy_(self.ssm[src])
+
+    def slot_state(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Clones of a slot: conv [M, C, W - 1] and ssm [M, H, P, N]. For tests."""
+        return self.conv[slot].clone(), self.ssm[slot].clone()
+
+    def poison_slot(self, slot: int) -> None:
+        """Fill a slot with NaN, so that whoever reads a state that is not its own is found out. For tests."""
+        self.conv[slot].fill_(math.nan)
+        self.ssm[slot].fill_(math.nan)
+
+    def poison_pages(self, pages: Iterable[int]) -> None:
+        """Fill pages with huge finite numbers: padding may be multiplied by zero, never counted. For tests."""
+        self.kv[:, :, list(pages)] = _POISON_KV
+
+    def _pools(self) -> Iterable[tuple[StateKind, int, str, Tensor]]:
+        """(kind, layer, part, items) of every pool; items[i] is item i, a view."""
+        attention = mamba = 0
+        for layer, kind in enumerate(self.config.layers):
+            match kind:
+                case LayerKind.MAMBA:
+                    yield StateKind.CONV, layer, "conv", self.conv[:, mamba]
+                    yield StateKind.SSM, layer, "ssm", self.ssm[:, mamba]
+                    mamba += 1
+                case LayerKind.ATTENTION:
+                    yield StateKind.KV, layer, "k", self.kv[attention, 0]
+                    yield StateKind.KV, layer, "v", self.kv[attention, 1]
+                    attention += 1
+                case LayerKind.MLP:
+                    pass
+
+
+def _padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    nbytes = math.prod(shape) * dtype.itemsize
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _take(nbytes: int, allocate: Callable[[int], Tensor] | None, device: torch.device | str) -> Tensor:
+    if allocate is None:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    memory = allocate(nbytes)
+    assert memory.dtype is torch.uint8 and memory.numel() >= nbytes and memory.is_contiguous()
+    assert memory.device.type == torch.device(device).type, "the allocator must serve the engine's device"
+    return memory.zero_()
+
+
+def _carve(memory: Tensor, specs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Tensor, ...]:
+    """Views of the given shapes and dtypes, one behind the other, each aligned to ALIGNMENT_BYTES."""
+    offset = -memory.data_ptr() % ALIGNMENT_BYTES
+    views = []
+    for shape, dtype in specs:
+        nbytes = math.prod(shape) * dtype.itemsize
+        views.append(memory[offset : offset + nbytes].view(dtype).view(shape))
+        offset += _padded_bytes(shape, dtype)
+    return tuple(views)
+
+
+def _describe(kind: StateKind, layer: int, part: str, items: Tensor) -> PoolLayout:
+    shape = tuple(items.shape[1:])
+    return PoolLayout(
+        kind=kind,
+        layer=layer,
+        part=part,
+        dtype=str(items.dtype).removeprefix("torch."),
+        item_shape=shape,
+        item_bytes=math.prod(shape) * items.element_size(),
+    )
+
+
+def _place(items: Tensor) -> PoolPlacement:
+    return PoolPlacement(
+        base=items.data_ptr(), stride_bytes=items.stride(0) * items.element_size(), count=items.shape[0]
+    )

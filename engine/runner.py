@@ -1,0 +1,74 @@
+"""The model with its pools, behind one call: rows in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.config import DType, EngineConfig, ModelConfig
+from engine.batch import Row, build_batch
+from engine.model_config import HybridConfig
+from engine.nemotron_h import NemotronH
+from engine.pools import StatePools
+from engine.weights import load_weights, weights_revision
+
+
+class ModelRunner:
+    """Owns the weights and the pools of one device. Not thread-safe: one scheduler thread calls it."""
+
+    def __init__(self, config: HybridConfig, model: NemotronH, pools: StatePools, device: torch.device) -> None:
+        self.config = config
+        self.pools = pools
+        self._model = model
+        self._device = device
+
+    @classmethod
+    def load(
+        cls,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        *,
+        num_pages: int,
+        num_slots: int,
+        allocate: Callable[[int], Tensor] | None,
+    ) -> ModelRunner:
+        """Read the folder and make the pools: num_pages and num_slots include the reserved page 0 and slot 0.
+
+        allocate: where the pools' memory comes from, see `StatePools`. Raises ConfigError.
+        """
+        folder, device = Path(model_config.path), torch.device(model_config.device)
+        dtype = _torch_dtype(model_config.dtype)
+        config = HybridConfig.from_folder(folder)
+        weights = load_weights(folder, config, dtype, device)
+        pools = StatePools(
+            config,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            page_size=engine_config.page_size,
+            dtype=dtype,
+            ssm_dtype=_torch_dtype(model_config.ssm_dtype),
+            device=device,
+            revision=weights_revision(folder),
+            allocate=allocate,
+        )
+        with torch.inference_mode():
+            return cls(config, NemotronH(config, weights, pools), pools, device)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row]) -> Tensor:
+        """Advance every row by its tokens. Returns logits float32 [sum of num_logits, vocabulary], rows in order.
+
+        Writes K and V of the tokens in the rows' pages, and conv and SSM state in their slots.
+        """
+        return self._model.forward(build_batch(rows, page_size=self.pools.page_size, device=self._device))
+
+
+def _torch_dtype(dtype: DType) -> torch.dtype:
+    match dtype:
+        case DType.FLOAT32:
+            return torch.float32
+        case DType.BFLOAT16:
+            return torch.bfloat16
