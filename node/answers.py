@@ -1,0 +1,193 @@
+"""From a sequence's updates to SGLang's answer objects, as JSON and as server-sent events.
+
+One `Answer` a sequence. It is fed updates and can at any time be asked for its object: text and ids so far. The text
+never takes back a character that it has shown: bytes that are not yet a character wait in the detokeniser, and an end
+that may still grow into a stop string waits in the `StopTrimmer`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from common.errors import ErrorRecord
+from common.sampling import FinishReason, TokenLogprob
+from node.messages import Submit, Timing, Update
+from node.tokenizer import Tokenizer
+
+WEIGHT_VERSION = "default"
+DONE_EVENT = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class StopTrimmer:
+    """Holds back the end of a growing text while it may be the beginning of a stop string.
+
+    `shown` characters of the text may be given to the client.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._beginnings = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
+        self._first_characters = frozenset(stop[0] for stop in stops)
+        self._longest = max((len(stop) for stop in stops), default=1) - 1
+        self.shown = 0
+
+    def grow(self, text: str) -> None:
+        """text: all of it so far."""
+        self.shown = max(self.shown, len(text) - self._held(text))
+
+    def finish(self, text: str, matched: str | None, searched_from: int) -> None:
+        """The text is complete. It is cut before `matched`, which lies at or after searched_from (characters)."""
+        found = -1 if matched is None else text.find(matched, max(0, searched_from))
+        self.shown = len(text) if found < 0 else found
+
+    def _held(self, text: str) -> int:
+        """Length of the longest end of the text that a stop string begins with, the whole stop string excepted."""
+        for length in range(min(self._longest, len(text)), 0, -1):
+            if text[-length] in self._first_characters and text[-length:] in self._beginnings:
+                return length
+        return 0
+
+
+class Answer:
+    """What the client gets for one sequence. return_text: put the text of each token beside its logprob."""
+
+    def __init__(self, submit: Submit, tokenizer: Tokenizer, *, return_text: bool) -> None:
+        sampling = submit.sampling
+        self._submit = submit
+        self._tokenizer = tokenizer
+        self._return_text = return_text
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens)
+        self._trimmer = StopTrimmer(() if sampling.no_stop_trim else sampling.stop)
+        self._text = ""
+        self._output_ids: list[int] = []
+        self._input_logprobs: list[TokenLogprob] = []
+        self._output_logprobs: list[TokenLogprob] = []
+        self._num_cached_tokens = 0
+        self._finish: FinishReason | None = None
+        self._timing: Timing | None = None
+        self._end_s = 0.0
+        self._num_reported = 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finish is not None
+
+    def feed(self, update: Update) -> None:
+        self._output_ids += update.token_ids
+        self._output_logprobs += update.logprobs
+        self._num_cached_tokens = update.num_cached_tokens
+        if update.input_logprobs is not None:
+            self._input_logprobs = update.input_logprobs
+        length_before = len(self._text)
+        self._text += self._detokenizer.push(self._visible_ids(update))
+        if update.finish is None:
+            self._trimmer.grow(self._text)
+        else:
+            self._end(update.finish, update.timing, length_before)
+
+    def take_due(self) -> bool:
+        """Whether an event is due now, which then counts as made: at the first token, at every stream_interval-th one after it and at the end."""
+        since = len(self._output_ids) - self._num_reported
+        due = self.is_finished or self._num_reported == 0 or since >= self._submit.sampling.stream_interval
+        if due:
+            self._num_reported = len(self._output_ids)
+        return due
+
+    def object(self) -> dict[str, Any]:
+        """SGLang's answer object. `timing` and `transfer_bytes` are ours, on the last one of a sequence."""
+        return {
+            "text": self._text[: self._trimmer.shown],
+            "output_ids": self._output_ids,
+            "meta_info": self._meta_info(),
+        }
+
+    def _visible_ids(self, update: Update) -> list[int]:
+        """The ids whose text is shown: without the token that ended the sequence."""
+        finish = update.finish
+        if finish is None or not isinstance(finish.matched, int) or self._submit.sampling.no_stop_trim:
+            return update.token_ids
+        return update.token_ids[:-1] if update.token_ids[-1:] == [finish.matched] else update.token_ids
+
+    def _end(self, finish: FinishReason, timing: Timing | None, length_before: int) -> None:
+        self._text += self._detokenizer.finish()
+        matched = finish.matched if isinstance(finish.matched, str) and not self._submit.sampling.no_stop_trim else None
+        self._trimmer.finish(self._text, matched, length_before - len(matched or "") + 1)
+        self._finish, self._timing = finish, timing
+        self._end_s = time.monotonic()
+
+    def _meta_info(self) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": self._submit.rid,
+            "finish_reason": None if self._finish is None else finish_object(self._finish),
+            "prompt_tokens": len(self._submit.token_ids),
+            "completion_tokens": len(self._output_ids),
+            "cached_tokens": self._num_cached_tokens,
+            "weight_version": WEIGHT_VERSION,
+        }
+        if self._submit.logprobs.wanted:
+            meta |= self._logprobs()
+        if self.is_finished:
+            meta["e2e_latency"] = self._end_s - self._submit.arrival_s
+            meta |= timing_fields(self._timing or Timing())
+        return meta
+
+    def _logprobs(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "input_token_logprobs": [self._token(t) for t in self._input_logprobs],
+            "output_token_logprobs": [self._token(t) for t in self._output_logprobs],
+        }
+        if self._submit.logprobs.top_num > 0:
+            fields["input_top_logprobs"] = [self._alternatives(t) for t in self._input_logprobs]
+            fields["output_top_logprobs"] = [self._alternatives(t) for t in self._output_logprobs]
+        return fields
+
+    def _token(self, token: TokenLogprob) -> tuple[float | None, int, str | None]:
+        return token.logprob, token.token_id, self._token_text(token.token_id)
+
+    def _alternatives(self, token: TokenLogprob) -> list[tuple[float, int, str | None]] | None:
+        """None for the first token of a prompt, which has none."""
+        if not token.top:
+            return None
+        return [(logprob, token_id, self._token_text(token_id)) for logprob, token_id in token.top]
+
+    def _token_text(self, token_id: int) -> str | None:
+        return self._tokenizer.token_text(token_id) if self._return_text else None
+
+
+def finish_object(finish: FinishReason) -> dict[str, Any]:
+    match finish.type:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": finish.length}
+        case unknown:
+            raise AssertionError(f"unknown finish reason {unknown}")
+
+
+def timing_fields(timing: Timing) -> dict[str, Any]:
+    return {
+        "timing": {
+            "queue_s": timing.queue_s,
+            "prefill_s": timing.prefill_s,
+            "transfer_s": timing.transfer_s,
+            "decode_s": timing.decode_s,
+        },
+        "transfer_bytes": timing.transfer_bytes,
+    }
+
+
+def json_bytes(value: object) -> bytes:
+    """JSON; numbers that JSON has no word for (NaN, Infinity) become null."""
+    return _encode(value)
+
+
+def event(value: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+def error_event(error: ErrorRecord) -> bytes:
+    return event(error.body())

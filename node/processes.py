@@ -1,0 +1,116 @@
+"""The rank processes of a node: started with their configuration on stdin, watched, stopped.
+
+What a rank prints goes where the front prints. The end of its stderr is kept, for the message about its death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from common.config import NodeConfig, Role
+from common.errors import WorkerError
+
+log = logging.getLogger(__name__)
+
+KEPT_STDERR_BYTES = 4096
+SHOWN_STDERR_LINES = 8
+STDERR_READ_BYTES = 65536
+TERMINATE_WAIT_S = 2.0
+
+RANK_MODULES = {Role.UNIFIED: "node.rank", Role.PREFILL: "prefill_node.rank", Role.DECODE: "decode_node.rank"}
+
+
+def rank_command(role: Role) -> list[str]:
+    return [sys.executable, "-m", RANK_MODULES[role]]
+
+
+class RankProcess:
+    """One rank. Made by `start_rank`, ended by `stop`."""
+
+    def __init__(self, rank: int, process: asyncio.subprocess.Process, passed_to: BinaryIO) -> None:
+        self.rank = rank
+        self._process = process
+        self._stderr_tail = b""
+        self._stderr_reader = asyncio.create_task(self._pass_stderr(passed_to))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> WorkerError:
+        """Return once the process has ended, with the error that says how."""
+        code = await self._process.wait()
+        await asyncio.wait([self._stderr_reader], timeout=0.1)  # a grandchild may hold the pipe open
+        return WorkerError(
+            f"rank {self.rank} (pid {self.pid}) {_how_ended(code)}{self._last_lines()}", code="rank_died"
+        )
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Wait grace_s for it to end by itself, then SIGTERM, then SIGKILL."""
+        if not await self._ended_within(grace_s):
+            log.warning("rank %d (pid %d) does not end by itself", self.rank, self.pid)
+            self._signal(signal.SIGTERM)
+            if not await self._ended_within(TERMINATE_WAIT_S):
+                self._signal(signal.SIGKILL)
+                await self._process.wait()
+        await asyncio.wait([self._stderr_reader], timeout=0.5)
+        self._stderr_reader.cancel()
+
+    async def _ended_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._process.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            self._process.send_signal(number)
+        except ProcessLookupError:
+            log.debug("rank %d was gone before %s", self.rank, number.name)
+
+    async def _pass_stderr(self, passed_to: BinaryIO) -> None:
+        assert self._process.stderr is not None
+        while chunk := await self._process.stderr.read(STDERR_READ_BYTES):
+            self._stderr_tail = (self._stderr_tail + chunk)[-KEPT_STDERR_BYTES:]
+            passed_to.write(chunk)
+            passed_to.flush()
+
+    def _last_lines(self) -> str:
+        lines = self._stderr_tail.decode(errors="replace").strip().splitlines()[-SHOWN_STDERR_LINES:]
+        return "".join(f"\n  {line}" for line in lines)
+
+
+async def start_rank(config: NodeConfig, command: list[str], ipc_dir: Path, rank: int) -> RankProcess:
+    """Start one rank in a session of its own, so that Ctrl-C in a terminal reaches the front alone."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        "--ipc",
+        str(ipc_dir),
+        "--rank",
+        str(rank),
+        stdin=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    started = RankProcess(rank, process, sys.stderr.buffer)
+    process.stdin.write(msgspec.json.encode(config))
+    process.stdin.close()
+    return started
+
+
+def _how_ended(code: int) -> str:
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended with exit code {code}"

@@ -1,0 +1,355 @@
+"""The front's side of the talk with its ranks: who runs where, and what comes back for whom.
+
+    submit ──► PUSH ipc://DIR/to_rank{R} ──► rank R
+    mailbox ◄── PULL ipc://DIR/from_ranks ◄── every rank
+
+All methods are called by the event loop's thread. A sequence is running, its rid and its room taken, from `submit`
+until its rank says that it ended: also one whose client has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from common.errors import AbortedError, ErrorRecord, RequestError, ServingError, WorkerError, from_record
+from node.messages import (
+    Abort,
+    Failure,
+    FromRank,
+    Query,
+    Ready,
+    Reply,
+    Shutdown,
+    StartFailed,
+    Submit,
+    ToRank,
+    Update,
+    Updates,
+    from_rank_decoder,
+    to_rank_encoder,
+)
+
+log = logging.getLogger(__name__)
+
+MESSAGES_PER_WAKE = 64
+SWEEP_INTERVAL_S = 1.0
+
+
+class Mailbox:
+    """What came for one HTTP request, for all of its sequences, in order of arrival. One reader."""
+
+    def __init__(self) -> None:
+        self._items: list[Update | Failure] = []
+        self._closed: ServingError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: Update | Failure) -> None:
+        self._items.append(item)
+        self._wake()
+
+    def close(self, error: ServingError) -> None:
+        """Nobody needs what still comes: the reader gets this error instead."""
+        self._closed = self._closed or error
+        self._wake()
+
+    async def take(self) -> list[Update | Failure]:
+        """Everything that has come since the last call, at least one item. Raises the error given to `close`."""
+        if not self._items and self._closed is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._closed is not None:
+            raise self._closed
+        items, self._items = self._items, []
+        return items
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Running(msgspec.Struct, kw_only=True):
+    """One sequence at a rank. group: the rid that its client gave to several. heard_s: last word of the rank."""
+
+    rid: str
+    group: str | None
+    room: int | None
+    rank: int
+    mailbox: Mailbox
+    heard_s: float
+
+
+class RankLink(msgspec.Struct, kw_only=True):
+    """One rank as the front sees it. error: why it cannot be used any more."""
+
+    rank: int
+    pid: int
+    push: zmq.Socket[bytes]
+    ready: Ready | None = None
+    error: ServingError | None = None
+
+
+class RankClient:
+    """silence_timeout_s: a sequence whose rank says nothing about it for so long has failed.
+
+    `start` begins to listen on ipc_dir; ranks are made known with `add_rank` and are usable after `wait_ready`.
+    """
+
+    def __init__(self, ipc_dir: Path, *, silence_timeout_s: float) -> None:
+        self._ipc_dir = ipc_dir
+        self._silence_timeout_s = silence_timeout_s
+        self._context = zmq.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.set_hwm(0)
+        self._links: list[RankLink] = []
+        self._running: dict[str, Running] = {}
+        self._rooms: set[int] = set()
+        self._load: Counter[int] = Counter()
+        self._queries: dict[int, tuple[int, asyncio.Future[Reply]]] = {}
+        self._tickets = itertools.count(1)
+        self._started: asyncio.Future[None] | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    # -- life of the connection --------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Bind and listen. Needs a running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._pull.bind(f"ipc://{self._ipc_dir}/from_ranks")
+        self._fd = int(self._pull.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._receive)
+        self._started = self._loop.create_future()
+        self._sweep()
+
+    def add_rank(self, rank: int, pid: int) -> None:
+        assert rank == len(self._links), f"rank {rank} after {len(self._links)} others"
+        push = self._context.socket(zmq.PUSH)
+        push.set_hwm(0)
+        push.connect(f"ipc://{self._ipc_dir}/to_rank{rank}")
+        self._links.append(RankLink(rank=rank, pid=pid, push=push))
+
+    async def wait_ready(self) -> list[Ready]:
+        """Every rank's `Ready`, by rank. Raises the error of the first one that cannot start or dies."""
+        assert self._started is not None, "start() comes first"
+        await self._started
+        return self.readies()
+
+    def shut_down_ranks(self) -> None:
+        for link in self._links:
+            if link.error is None:
+                self._send(link.rank, Shutdown())
+
+    def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._started is not None and self._started.done() and not self._started.cancelled():
+            self._started.exception()  # seen, also when nobody waited for it
+        self._loop.remove_reader(self._fd)
+        self._context.destroy(linger=0)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def readies(self) -> list[Ready]:
+        return [link.ready for link in self._links if link.ready is not None]
+
+    def errors(self) -> list[ServingError]:
+        """One for each rank that cannot be used."""
+        return [link.error for link in self._links if link.error is not None]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._links)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    # -- sequences ---------------------------------------------------------------------------------
+
+    def submit(self, submits: list[Submit], mailbox: Mailbox, *, group: str | None, rank: int | None) -> None:
+        """Start all sequences of a request, or none of them.
+
+        rank: where the client wants them; None: by room, or else where the fewest run. Raises RequestError for a rid
+        or a room that is in use and WorkerError when the rank is dead.
+        """
+        for submit in submits:
+            self._check_free(submit)
+        ranks = [self._choose(submit, rank) for submit in submits]
+        for chosen in ranks:
+            if (error := self._links[chosen].error) is not None:
+                raise error
+        now = time.monotonic()
+        for submit, chosen in zip(submits, ranks, strict=True):
+            self._add(submit, mailbox, group, chosen, now)
+            self._send(chosen, submit)
+
+    def abort(self, rids: Iterable[str], message: str) -> None:
+        """Ask the ranks to end these sequences. What is not running is ignored."""
+        for rid in rids:
+            if (entry := self._running.get(rid)) is not None:
+                self._send(entry.rank, Abort(rid=rid, message=message))
+
+    def abort_all(self, message: str) -> None:
+        self.abort(list(self._running), message)
+
+    def rids_of(self, rid: str) -> list[str]:
+        """The running sequences that a client means by a rid: its own, or those of the group it named."""
+        return [entry.rid for entry in self._running.values() if rid in (entry.rid, entry.group)]
+
+    def _check_free(self, submit: Submit) -> None:
+        if submit.rid in self._running:
+            raise RequestError(f"rid: {submit.rid} is in use by a running request", code="rid_in_use", param="rid")
+        if submit.room is not None and submit.room.room in self._rooms:
+            raise RequestError(
+                f"bootstrap_room: {submit.room.room} is in use by a running request",
+                code="room_in_use",
+                param="bootstrap_room",
+            )
+
+    def _choose(self, submit: Submit, rank: int | None) -> int:
+        if rank is not None:
+            return rank
+        if submit.room is not None:
+            return submit.room.room % len(self._links)
+        alive = [link.rank for link in self._links if link.error is None]
+        return min(alive, key=lambda r: self._load[r], default=0)
+
+    def _add(self, submit: Submit, mailbox: Mailbox, group: str | None, rank: int, now: float) -> None:
+        room = None if submit.room is None else submit.room.room
+        self._running[submit.rid] = Running(
+            rid=submit.rid, group=group, room=room, rank=rank, mailbox=mailbox, heard_s=now
+        )
+        self._load[rank] += 1
+        if room is not None:
+            self._rooms.add(room)
+
+    def _forget(self, entry: Running) -> None:
+        del self._running[entry.rid]
+        self._load[entry.rank] -= 1
+        if entry.room is not None:
+            self._rooms.discard(entry.room)
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    async def query(self, rank: int, what: str, *, timeout_s: float) -> dict[str, Any]:
+        """Ask one rank. Raises its error, or WorkerError when it is dead or silent for timeout_s seconds."""
+        if (error := self._links[rank].error) is not None:
+            raise error
+        ticket = next(self._tickets)
+        future: asyncio.Future[Reply] = self._loop.create_future()
+        self._queries[ticket] = (rank, future)
+        self._send(rank, Query(ticket=ticket, what=what))
+        try:
+            reply = await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise WorkerError(f"rank {rank} gave no answer in {timeout_s:g} s", code="rank_silent") from None
+        finally:
+            del self._queries[ticket]
+        if reply.error is not None:
+            raise from_record(reply.error)
+        return reply.payload
+
+    # -- what comes from the ranks -----------------------------------------------------------------
+
+    def _send(self, rank: int, message: ToRank) -> None:
+        self._links[rank].push.send(to_rank_encoder.encode(message), zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        """Read what is there. The socket's descriptor tells of a change only once, so stop only when it is empty."""
+        for _ in range(MESSAGES_PER_WAKE):
+            try:
+                frame = self._pull.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle(from_rank_decoder.decode(frame))
+        self._loop.call_soon(self._receive_more)
+
+    def _receive_more(self) -> None:
+        if not self._pull.closed:
+            self._receive()
+
+    def _handle(self, message: FromRank) -> None:
+        match message:
+            case Updates(items=items):
+                now = time.monotonic()
+                for update in items:
+                    self._deliver(update, now, is_last=update.finish is not None)
+            case Failure():
+                self._deliver(message, time.monotonic(), is_last=True)
+            case Reply(ticket=ticket):
+                _, future = self._queries.get(ticket, (0, None))
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case Ready():
+                self._on_ready(message)
+            case StartFailed(error=error):
+                self._fail_start(from_record(error))
+
+    def _deliver(self, item: Update | Failure, now: float, *, is_last: bool) -> None:
+        entry = self._running.get(item.rid)
+        if entry is None:  # the rank made it before it read our abort
+            return
+        entry.heard_s = now
+        if is_last:
+            self._forget(entry)
+        entry.mailbox.put(item)
+
+    def _on_ready(self, ready: Ready) -> None:
+        link = next((link for link in self._links if link.pid == ready.pid), None)
+        if link is None:
+            self._fail_start(WorkerError(f"a process that is none of our ranks is ready: pid {ready.pid}"))
+            return
+        link.ready = ready
+        if all(link.ready for link in self._links) and self._started is not None and not self._started.done():
+            self._started.set_result(None)
+
+    def _fail_start(self, error: ServingError) -> None:
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(error)
+
+    # -- what goes wrong ---------------------------------------------------------------------------
+
+    def on_rank_death(self, rank: int, error: ServingError) -> None:
+        """The process is gone: everything that it ran or was asked fails at once, with this error."""
+        self._links[rank].error = error
+        self._fail_start(error)
+        self.fail_running(error, rank=rank)
+        for asked, future in self._queries.values():
+            if asked == rank and not future.done():
+                future.set_exception(error)
+
+    def fail_running(self, error: ServingError, *, rank: int | None = None) -> None:
+        """End every sequence (of one rank) with this error, without asking the rank."""
+        record = error.record()
+        for entry in [entry for entry in self._running.values() if rank in (None, entry.rank)]:
+            self._fail(entry, record)
+
+    def _fail(self, entry: Running, record: ErrorRecord) -> None:
+        self._forget(entry)
+        entry.mailbox.put(Failure(rid=entry.rid, error=record))
+
+    def _sweep(self) -> None:
+        """Fail the sequences whose rank has been silent for too long."""
+        oldest = time.monotonic() - self._silence_timeout_s
+        for entry in [entry for entry in self._running.values() if entry.heard_s < oldest]:
+            log.warning("rank %d said nothing about %s for %g s", entry.rank, entry.rid, self._silence_timeout_s)
+            self.abort([entry.rid], "silent for too long")
+            self._fail(entry, _silent(entry.rank, self._silence_timeout_s))
+        self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)
+
+
+def _silent(rank: int, timeout_s: float) -> ErrorRecord:
+    return WorkerError(f"rank {rank} made no token in {timeout_s:g} s", code="first_token_timeout").record()
+
+
+def client_gone() -> AbortedError:
+    return AbortedError("the client has gone", code="client_disconnected")

@@ -1,0 +1,321 @@
+"""POST /generate, from bytes to sequences: every field of SGLang's request, checked and made complete.
+
+    bytes ──► decode_object ──► parse ──► (tokenise the texts) ──► expand ──► one Submit a sequence
+
+Sequences are in prompt-major order: the n samples of the first prompt, then those of the second. All errors are
+`RequestError`s that name the field and the value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import msgspec
+
+from common.config import Role
+from common.errors import RequestError
+from common.handoff import RoomAddress
+from common.sampling import LogprobOptions
+from node.fields import (
+    NumberRule,
+    check_distinct,
+    read_bool,
+    read_each,
+    read_number,
+    read_string,
+    read_token_ids,
+    refuse,
+    show,
+)
+from node.limits import ServingLimits
+from node.messages import Submit
+from node.request_names import check_names
+from node.rooms import read_rooms
+from node.sampling_fields import SamplingRequest, read_sampling
+
+MAX_SEQUENCES = 512
+MAX_RID_CHARACTERS = 256
+MAX_TOP_LOGPROBS = 1024
+
+
+class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked body whose texts are not tokenised yet.
+
+    prompts: of `field`, all texts or all token ids. sampling: one a prompt. The lists after it: one a sequence.
+    is_list: the answer is a list. group: the rid that the client gave to all of its sequences together.
+    """
+
+    field: str
+    prompts: list[str] | list[list[int]]
+    is_list: bool
+    sampling: list[SamplingRequest]
+    num_samples: int
+    logprobs: list[LogprobOptions]
+    rids: list[str]
+    group: str | None
+    rooms: list[RoomAddress | None]
+    dp_rank: int | None
+    stream: bool
+    return_text: bool
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks get (`submits`) and how the client wants its answer."""
+
+    submits: list[Submit]
+    is_list: bool
+    group: str | None
+    dp_rank: int | None
+    stream: bool
+    return_text: bool
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a request body. NaN and Infinity are no JSON: the message names the field that holds one."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        _refuse_json(body, error)
+    if not isinstance(value, dict):
+        raise RequestError(f"the body must be a JSON object, not {show(value)}", code="invalid_json")
+    return value
+
+
+def parse(raw: dict[str, Any], limits: ServingLimits) -> ParsedRequest:
+    """Check everything that needs no tokenizer."""
+    check_names(raw)
+    field, prompts, is_batch = _read_prompts(raw, limits)
+    sampling = _read_all_sampling(raw, len(prompts), limits)
+    num_samples = sampling[0].num_samples
+    total = len(prompts) * num_samples
+    if total > MAX_SEQUENCES:
+        too_many = field if len(prompts) > MAX_SEQUENCES else "sampling_params.n"
+        raise RequestError(f"{too_many}: {total} sequences, at most {MAX_SEQUENCES} in one request", param=too_many)
+    is_list = is_batch or num_samples > 1
+    group, rids = _read_rids(raw, len(prompts), total, is_list)
+    return ParsedRequest(
+        field=field,
+        prompts=prompts,
+        is_list=is_list,
+        sampling=sampling,
+        num_samples=num_samples,
+        logprobs=_read_logprobs(raw, len(prompts), total),
+        rids=rids,
+        group=group,
+        rooms=read_rooms(raw, len(prompts), total, limits),
+        dp_rank=_read_dp_rank(raw, limits),
+        stream=read_bool("stream", _get(raw, "stream", False)),
+        return_text=read_bool("return_text_in_logprobs", _get(raw, "return_text_in_logprobs", False)),
+    )
+
+
+def expand(
+    parsed: ParsedRequest, token_ids: list[list[int]], limits: ServingLimits, *, arrival_s: float
+) -> GenerateRequest:
+    """The sequences of a request. token_ids: one list a prompt. Refuses prompts and answers that cannot fit."""
+    submits = []
+    for i, prompt in enumerate(token_ids):
+        name = f"{parsed.field}[{i}]" if parsed.is_list and len(token_ids) > 1 else parsed.field
+        room_left = _tokens_left(name, prompt, parsed.sampling[i], limits)
+        for k in range(parsed.num_samples):
+            place = i * parsed.num_samples + k
+            _check_start_len(parsed.logprobs[place], len(prompt))
+            submits.append(
+                Submit(
+                    rid=parsed.rids[place],
+                    token_ids=prompt,
+                    sampling=parsed.sampling[i].sample(k, room_left),
+                    logprobs=parsed.logprobs[place],
+                    room=parsed.rooms[place],
+                    arrival_s=arrival_s,
+                )
+            )
+    return GenerateRequest(
+        submits=submits,
+        is_list=parsed.is_list,
+        group=parsed.group,
+        dp_rank=parsed.dp_rank,
+        stream=parsed.stream,
+        return_text=parsed.return_text,
+    )
+
+
+def _get(raw: dict[str, Any], name: str, default: Any) -> Any:
+    value = raw.get(name)
+    return default if value is None else value
+
+
+# -- JSON --------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_json(body: bytes, error: Exception) -> NoReturn:
+    """Python's own reader takes NaN and Infinity, so it can tell where they are."""
+    try:
+        found = next(_non_finite("", json.loads(body)), None)
+    except (ValueError, RecursionError):
+        found = None
+    if found is not None:
+        path, number = found
+        raise RequestError(f"{path}: {number} is not a JSON number", code="invalid_json", param=path) from error
+    raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
+
+
+def _non_finite(path: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path or "body", value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _non_finite(f"{path}.{name}" if path else str(name), item)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _non_finite(f"{path}[{i}]", item)
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def _read_prompts(raw: dict[str, Any], limits: ServingLimits) -> tuple[str, list[str] | list[list[int]], bool]:
+    """(field, prompts, whether the client sent a batch)."""
+    text, input_ids = raw.get("text"), raw.get("input_ids")
+    if text is None and input_ids is None:
+        raise RequestError("text or input_ids: one of them must be given", param="text")
+    if text is not None and input_ids is not None:
+        raise RequestError("text and input_ids: only one of them may be given", param="input_ids")
+    if text is not None:
+        prompts, is_batch = _read_texts(text)
+        return "text", prompts, is_batch
+    ids, is_batch = _read_input_ids(input_ids, limits.vocab_size)
+    return "input_ids", ids, is_batch
+
+
+def _read_texts(text: Any) -> tuple[list[str], bool]:
+    if isinstance(text, list):
+        if not text:
+            refuse("text", text, "a string or a list of at least one string")
+        return [_read_text(f"text[{i}]", item) for i, item in enumerate(text)], True
+    return [_read_text("text", text)], False
+
+
+def _read_text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        refuse(name, value, "a string that is not empty")
+    return value
+
+
+def _read_input_ids(input_ids: Any, vocab_size: int) -> tuple[list[list[int]], bool]:
+    if not isinstance(input_ids, list) or not input_ids:
+        refuse("input_ids", input_ids, "a list of at least one token id, or a list of such lists")
+    if not isinstance(input_ids[0], list):
+        return [read_token_ids("input_ids", input_ids, vocab_size)], False
+    for i, item in enumerate(input_ids):
+        if item == []:
+            refuse(f"input_ids[{i}]", item, "a list of at least one token id")
+    return [read_token_ids(f"input_ids[{i}]", item, vocab_size) for i, item in enumerate(input_ids)], True
+
+
+def _read_all_sampling(raw: dict[str, Any], batch: int, limits: ServingLimits) -> list[SamplingRequest]:
+    """One a prompt. All must ask for the same number of samples, as at SGLang."""
+    value = _get(raw, "sampling_params", {})
+    if not isinstance(value, list):
+        return [read_sampling("sampling_params", value, limits.vocab_size) for _ in range(batch)]
+    if len(value) != batch:
+        raise RequestError(
+            f"sampling_params: a list of {len(value)}, but the batch needs {batch}", param="sampling_params"
+        )
+    requests = [read_sampling(f"sampling_params[{i}]", item or {}, limits.vocab_size) for i, item in enumerate(value)]
+    for i, request in enumerate(requests):
+        if request.num_samples != requests[0].num_samples:
+            refuse(
+                f"sampling_params[{i}].n", request.num_samples, f"{requests[0].num_samples}, as for the first prompt"
+            )
+    return requests
+
+
+def _tokens_left(name: str, prompt: list[int], sampling: SamplingRequest, limits: ServingLimits) -> int:
+    """How many tokens the answer may have. Raises RequestError when prompt and answer together cannot fit."""
+    length = len(prompt)
+    if length == 0:
+        raise RequestError(f"{name}: it has no tokens", param=name)
+    if length >= limits.context_length:
+        raise RequestError(
+            f"{name}: the prompt has {length} tokens, but the context is {limits.context_length}, the answer included",
+            code="context_length_exceeded",
+            param=name,
+        )
+    left = limits.context_length - length
+    memory_left = limits.max_total_tokens - length
+    if sampling.is_length_open:
+        left = max(0, min(left, memory_left))
+    wanted = 0 if limits.role is Role.PREFILL else min(left, sampling.params.max_new_tokens)
+    if wanted > memory_left:
+        raise RequestError(
+            f"{name}: {length} prompt tokens and {wanted} new ones (max_new_tokens), but all pages together hold "
+            f"{limits.max_total_tokens}",
+            code="too_many_tokens",
+            param=name if memory_left <= 0 else "sampling_params.max_new_tokens",
+        )
+    return left
+
+
+# -- the lists of a batch ----------------------------------------------------------------------------------------------
+
+
+def _read_rids(raw: dict[str, Any], batch: int, total: int, is_list: bool) -> tuple[str | None, list[str]]:
+    """(the rid given to all together, one rid a sequence). One rid for several sequences gets `_0`, `_1`, … added."""
+    value = raw.get("rid")
+    if value is None:
+        return None, [uuid.uuid4().hex for _ in range(total)]
+    if not isinstance(value, list):
+        rid = _read_rid("rid", value)
+        return (rid, [f"{rid}_{i}" for i in range(total)]) if is_list else (None, [rid])
+    given = read_each("rid", value, (batch, total), _read_rid, "", total=total)
+    sharers = total // len(value)
+    rids = [
+        (f"{rid}_{i % sharers}" if sharers > 1 else rid) if rid else uuid.uuid4().hex for i, rid in enumerate(given)
+    ]
+    check_distinct("rid", rids)
+    return None, rids
+
+
+def _read_rid(name: str, value: Any) -> str:
+    return read_string(name, value, max_length=MAX_RID_CHARACTERS)
+
+
+def _read_logprobs(raw: dict[str, Any], batch: int, total: int) -> list[LogprobOptions]:
+    lengths = (batch, total)
+    start = NumberRule(integer=True, low=-1, high=2**31 - 1)
+    top = NumberRule(integer=True, low=0, high=MAX_TOP_LOGPROBS)
+
+    def read_start(name: str, value: Any) -> int:
+        return int(read_number(name, value, start))
+
+    def read_top(name: str, value: Any) -> int:
+        return int(read_number(name, value, top))
+
+    wanted = read_each("return_logprob", raw.get("return_logprob"), lengths, read_bool, False, total=total)
+    starts = read_each("logprob_start_len", raw.get("logprob_start_len"), lengths, read_start, -1, total=total)
+    tops = read_each("top_logprobs_num", raw.get("top_logprobs_num"), lengths, read_top, 0, total=total)
+    return [
+        LogprobOptions(wanted=True, start_len=s, top_num=t) if w else LogprobOptions()
+        for w, s, t in zip(wanted, starts, tops, strict=True)
+    ]
+
+
+def _check_start_len(options: LogprobOptions, num_prompt_tokens: int) -> None:
+    if options.start_len >= num_prompt_tokens:
+        refuse("logprob_start_len", options.start_len, f"below the prompt's length of {num_prompt_tokens} tokens")
+
+
+def _read_dp_rank(raw: dict[str, Any], limits: ServingLimits) -> int | None:
+    """The rank that the client chose. A prefill node's rank follows from the room, so there it is only checked."""
+    name = "routed_dp_rank" if raw.get("routed_dp_rank") is not None else "data_parallel_rank"
+    value = raw.get(name)
+    if value is None:
+        return None
+    high = 2**31 - 1 if limits.role is Role.PREFILL else limits.num_ranks - 1
+    rank = int(read_number(name, value, NumberRule(integer=True, low=0, high=high)))
+    return None if limits.role is Role.PREFILL else rank

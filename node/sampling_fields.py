@@ -1,0 +1,142 @@
+"""`sampling_params` of a request: every name an SGLang server takes, its range, and the ones that are refused."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import msgspec
+
+from common.errors import RequestError
+from common.sampling import SamplingParams
+from node.fields import (
+    NumberRule,
+    check_known,
+    read_bool,
+    read_number,
+    read_string,
+    read_token_ids,
+    refuse,
+)
+
+MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1024
+GREEDY_BELOW = 1e-6  # a smaller temperature would overflow the logits; it means greedy, as at SGLang
+
+_COUNT = NumberRule(integer=True, low=0, high=MAX_COUNT)
+_PENALTY = NumberRule(integer=False, low=-2, high=2)
+_NUMBERS: dict[str, NumberRule] = {
+    "max_new_tokens": _COUNT,
+    "min_new_tokens": _COUNT,
+    "temperature": NumberRule(integer=False, low=0, high=100),
+    "top_p": NumberRule(integer=False, low=0, high=1, above_low=True),
+    "top_k": NumberRule(integer=True, low=1, high=MAX_COUNT, also=-1),
+    "min_p": NumberRule(integer=False, low=0, high=1),
+    "frequency_penalty": _PENALTY,
+    "presence_penalty": _PENALTY,
+    "repetition_penalty": NumberRule(integer=False, low=0, high=2, above_low=True),
+    "sampling_seed": NumberRule(integer=True, low=0, high=MAX_SEED),
+    "stream_interval": NumberRule(integer=True, low=1, high=MAX_COUNT),
+}
+_SAMPLES = NumberRule(integer=True, low=1, high=128)
+_BIAS = NumberRule(integer=False, low=-100, high=100)
+_BOOLS = frozenset({"ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"})
+_LISTS = frozenset({"stop", "stop_token_ids", "logit_bias"})
+_UNSUPPORTED = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params"})
+_KNOWN = _BOOLS | _LISTS | _UNSUPPORTED | {"n", *_NUMBERS}
+
+
+class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt's sampling_params. is_length_open: the client sent `max_new_tokens: null`, as long as memory allows.
+
+    params.sampling_seed is the client's, or a random one.
+    """
+
+    params: SamplingParams
+    num_samples: int
+    is_length_open: bool
+
+    def sample(self, i: int, max_new_tokens: int) -> SamplingParams:
+        """Rules of sample i of this prompt: its own seed, no more than max_new_tokens."""
+        length = min(self.params.max_new_tokens, max_new_tokens)
+        return msgspec.structs.replace(
+            self.params,
+            max_new_tokens=length,
+            min_new_tokens=min(self.params.min_new_tokens, length),
+            sampling_seed=(self.params.sampling_seed + i) % (MAX_SEED + 1),
+        )
+
+
+def read_sampling(where: str, raw: Any, vocab_size: int) -> SamplingRequest:
+    """where: `sampling_params` or `sampling_params[3]`, for messages. Raises RequestError."""
+    if not isinstance(raw, dict):
+        refuse(where, raw, "an object of sampling parameters")
+    given = {name: value for name, value in raw.items() if value is not None}
+    check_known(where, given, _KNOWN)
+    _check_supported(where, given)
+    values: dict[str, Any] = {"sampling_seed": secrets.randbelow(MAX_SEED + 1)}
+    for name in given.keys() & _NUMBERS.keys():
+        values[name] = read_number(f"{where}.{name}", given[name], _NUMBERS[name])
+    for name in given.keys() & _BOOLS:
+        values[name] = read_bool(f"{where}.{name}", given[name])
+    for name in given.keys() & _LISTS:
+        values[name] = _read_list(f"{where}.{name}", name, given[name], vocab_size)
+    is_length_open = "max_new_tokens" in raw and raw["max_new_tokens"] is None
+    if is_length_open:
+        values["max_new_tokens"] = MAX_COUNT
+    return SamplingRequest(
+        params=_check_together(where, SamplingParams(**values)),
+        num_samples=read_number(f"{where}.n", given.get("n", 1), _SAMPLES),
+        is_length_open=is_length_open,
+    )
+
+
+def _check_supported(where: str, given: dict[str, Any]) -> None:
+    for name in sorted(given.keys() & _UNSUPPORTED):
+        raise RequestError(
+            f"{where}.{name}: not supported; answers cannot be constrained here",
+            code="unsupported_parameter",
+            param=f"{where}.{name}",
+        )
+
+
+def _check_together(where: str, params: SamplingParams) -> SamplingParams:
+    if params.min_new_tokens > params.max_new_tokens:
+        refuse(f"{where}.min_new_tokens", params.min_new_tokens, f"at most max_new_tokens, {params.max_new_tokens}")
+    if params.temperature < GREEDY_BELOW:
+        return msgspec.structs.replace(params, temperature=0.0)
+    return params
+
+
+def _read_list(path: str, name: str, value: Any, vocab_size: int) -> tuple[Any, ...]:
+    match name:
+        case "stop":
+            return _read_stops(path, value)
+        case "stop_token_ids":
+            return tuple(read_token_ids(path, value, vocab_size))
+        case "logit_bias":
+            return _read_logit_bias(path, value, vocab_size)
+        case _:
+            raise AssertionError(f"unknown list parameter {name}")
+
+
+def _read_stops(path: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (read_string(path, value, max_length=MAX_STOP_CHARACTERS),)
+    if not isinstance(value, list) or len(value) > MAX_STOPS:
+        refuse(path, value, f"a string or a list of at most {MAX_STOPS} strings")
+    return tuple(read_string(f"{path}[{i}]", stop, max_length=MAX_STOP_CHARACTERS) for i, stop in enumerate(value))
+
+
+def _read_logit_bias(path: str, value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict):
+        refuse(path, value, "an object from token ids to biases")
+    return tuple(_read_bias(path, key, bias, vocab_size) for key, bias in value.items())
+
+
+def _read_bias(path: str, key: str, bias: Any, vocab_size: int) -> tuple[int, float]:
+    if not (key.isascii() and key.isdigit() and len(key) < 20 and int(key) < vocab_size):
+        refuse(f"{path}.{key[:40]}", key, f"a token id of the vocabulary, from 0 to {vocab_size - 1}")
+    return int(key), read_number(f"{path}.{key}", bias, _BIAS)
