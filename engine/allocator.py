@@ -1,9 +1,10 @@
 """Who owns which page and which slot. A page or slot has one owner from `allocate` to `free`, and none in between.
 
 Number 0 of each is reserved: padding rows read and write it, no sequence ever owns it. An owner is any string, as a
-rid; it serves `/debug` and the search for leaks, and decides nothing. Lowest numbers go first, so that a rank with little
-to do touches little memory. Two structures know what is free, the free list and the owners; `check_integrity` compares
-them. Freeing what nobody owns, or taking what is not there, is a bug of this project: AssertionError, nothing changed.
+rid; it serves `/debug` and the search for leaks, and decides nothing. Lowest numbers go first, so that a rank with
+little to do touches little memory. Two structures know what is free, the free list and the owners; `check_integrity`
+compares them. Freeing what nobody owns, or taking what is not there, is a bug of this project: AssertionError, and
+nothing is changed.
 """
 
 from __future__ import annotations
