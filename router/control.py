@@ -1,0 +1,155 @@
+"""Every endpoint but /generate: health, what the router and its workers are, and orders that go to all workers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from common.errors import RequestError, WorkerError
+from router.request import parse_object
+from router.state import Router
+from router.workers import Worker
+
+_LIMIT_S = 5.0
+_FLUSH_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one worker answered to an order. status 0: nothing (body: why)."""
+
+    worker: Worker
+    status: int
+    body: bytes
+
+    def text(self) -> str:
+        """The worker's own message where it has one."""
+        payload = self.payload()
+        error = payload.get("error")
+        if isinstance(error, dict) and isinstance(error.get("message"), str):
+            return str(error["message"])
+        return self.body.decode("utf-8", "replace")[:500] or f"status {self.status}"
+
+    def payload(self) -> dict[str, Any]:
+        try:
+            found = msgspec.json.decode(self.body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+async def _order(router: Router, worker: Worker, method: str, path: str, body: bytes | None, limit_s: float) -> Said:
+    try:
+        answer = await router.network.send(method, worker.url + path, body, limit_s=limit_s)
+        return Said(worker, answer.status, await answer.read())
+    except WorkerError as error:
+        return Said(worker, 0, error.message.encode())
+
+
+async def _order_all(
+    router: Router,
+    workers: Iterable[Worker],
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    limit_s: float = _LIMIT_S,
+) -> list[Said]:
+    return await asyncio.gather(*(_order(router, worker, method, path, body, limit_s) for worker in workers))
+
+
+def _router(request: Request) -> Router:
+    router: Router = request.app.state.router
+    return router
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def health(request: Request) -> Response:
+    """200 when a pair can serve."""
+    workers = _router(request).workers
+    if not workers.has_pair():
+        raise WorkerError(workers.why_no_pair())
+    return _json({"status": "ok"})
+
+
+async def server_info(request: Request) -> Response:
+    """The router's settings flat, its workers as it sees them, and what each live one says of itself."""
+    router = _router(request)
+    alive = [worker for worker in router.workers.all if worker.alive]
+    infos = {said.worker.url: said.payload() for said in await _order_all(router, alive, "GET", "/server_info")}
+    decode = [infos[worker.url] for worker in router.workers.decode if worker.url in infos]
+    return _json(
+        msgspec.to_builtins(router.config)
+        | {
+            "version": importlib.metadata.version("tandem-serve"),
+            "role": "router",
+            "workers": [worker.describe() for worker in router.workers.all],
+            "mismatches": router.workers.mismatches(),
+            "requests_in_flight": len(router.dispatcher.in_flight.rids),
+            "internal_states": [state for info in decode for state in info.get("internal_states", [])],
+            "prefill": [infos[worker.url] for worker in router.workers.prefill if worker.url in infos],
+            "decode": decode,
+        }
+    )
+
+
+async def model_info(request: Request) -> Response:
+    """From the first live worker."""
+    router = _router(request)
+    for worker in router.workers.all:
+        if worker.alive:
+            said = await _order(router, worker, "GET", "/model_info", None, _LIMIT_S)
+            if said.status == 200:
+                return Response(said.body, media_type="application/json")
+    raise WorkerError("no worker is alive that could tell its model")
+
+
+async def flush_cache(request: Request) -> Response:
+    """Every worker drops its caches. 400 when one refuses (it is busy), 503 when one cannot be reached."""
+    router = _router(request)
+    query = f"?{request.url.query}" if request.url.query else ""
+    said = await _order_all(router, router.workers.all, "POST", f"/flush_cache{query}", limit_s=_FLUSH_LIMIT_S)
+    _raise_first_refusal(said, "flush_cache")
+    return _json({"success": True, "message": f"{len(said)} workers flushed their caches"})
+
+
+async def abort_request(request: Request) -> Response:
+    """End one request (`rid`) or all of them (`abort_all`) on both roles."""
+    router = _router(request)
+    body = await request.body()
+    fields = parse_object(body)
+    if not fields.get("rid") and fields.get("abort_all") is not True:
+        raise RequestError("rid: name a request, or set abort_all", param="rid")
+    alive = [worker for worker in router.workers.all if worker.alive]
+    _raise_first_refusal(await _order_all(router, alive, "POST", "/abort_request", body), "abort_request")
+    return _json({"success": True})
+
+
+def _raise_first_refusal(said: list[Said], order: str) -> None:
+    for one in said:
+        if one.status == 0:
+            raise WorkerError(f"{order}: {one.worker.role.value} worker {one.worker.url}: {one.text()}")
+        if one.status != 200:
+            status = 400 if one.status < 500 else 502
+            message = f"{order}: refused by {one.worker.role.value} worker {one.worker.url}: {one.text()}"
+            raise RequestError(message, code="refused", status=status)
+
+
+ROUTES = (
+    ("/health", ("GET",), health),
+    ("/server_info", ("GET",), server_info),
+    ("/get_server_info", ("GET",), server_info),
+    ("/model_info", ("GET",), model_info),
+    ("/get_model_info", ("GET",), model_info),
+    ("/flush_cache", ("GET", "POST"), flush_cache),
+    ("/abort_request", ("POST",), abort_request),
+)

@@ -1,0 +1,42 @@
+"""Which rooms and request ids are taken. A room belongs to one sequence from the opening of its legs to their end."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+
+from common.errors import RequestError
+
+_ROOM_BITS = 63
+
+
+def random_room() -> int:
+    """0 .. 2**63 - 1."""
+    return secrets.randbits(_ROOM_BITS)
+
+
+class InFlight:
+    """Of one router. draw: makes a candidate room."""
+
+    def __init__(self, draw: Callable[[], int] = random_room) -> None:
+        self._draw = draw
+        self.rooms: set[int] = set()
+        self.rids: set[str] = set()
+
+    def claim(self, rids: Sequence[str], num_rooms: int) -> list[int]:
+        """Take the ids and as many new rooms. Raises RequestError when an id is taken: an abort would hit both."""
+        taken = self.rids.intersection(rids)
+        if taken:
+            raise RequestError(f"rid {min(taken)!r}: in use by a request that runs", param="rid", code="duplicate_rid")
+        self.rids.update(rids)
+        return [self._new_room() for _ in range(num_rooms)]
+
+    def release(self, rids: Sequence[str], rooms: Sequence[int]) -> None:
+        self.rids.difference_update(rids)
+        self.rooms.difference_update(rooms)
+
+    def _new_room(self) -> int:
+        while (room := self._draw()) in self.rooms:
+            pass
+        self.rooms.add(room)
+        return room

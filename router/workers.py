@@ -1,0 +1,191 @@
+"""Which workers there are, which of them live, and which two serve the next request.
+
+A worker's health loop owns `alive`, `fingerprint` and `reason`; a request that cannot connect may only report it dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from common.config import Role, RouterConfig, WorkerAddress
+from common.errors import ConfigError, WorkerError
+from router.client import REFUSED, Network
+
+log = logging.getLogger("tandem.router")
+
+_HEALTH_LIMIT_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One node as the router sees it.
+
+    host: what the other leg calls it by (of a prefill worker: where its rooms are opened). fingerprint: of its state
+    layout, None while unknown or when it publishes none. reason: why it is not alive. last_picked: a count, not a time.
+    """
+
+    role: Role
+    url: str
+    host: str
+    bootstrap_port: int | None
+    alive: bool = False
+    fingerprint: str | None = None
+    reason: str = "not checked yet"
+    last_picked: int = 0
+    check_now: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def describe(self) -> dict[str, Any]:
+        state = {"role": self.role.value, "url": self.url, "alive": self.alive, "fingerprint": self.fingerprint}
+        return state if self.alive else state | {"reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    prefill: Worker
+    decode: Worker
+
+
+def make_worker(role: Role, address: WorkerAddress) -> Worker:
+    """Raises ConfigError for what is no http URL."""
+    host = _host(address.url)
+    if host is None:
+        raise ConfigError(f"--{role.value} {address.url}: a URL such as http://127.0.0.1:30001", param=role.value)
+    return Worker(role, address.url.rstrip("/"), host, address.bootstrap_port)
+
+
+def _host(url: str) -> str | None:
+    """None for what is no http URL."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return None
+    return parts.hostname if parts.scheme in ("http", "https") else None
+
+
+class Workers:
+    """All workers of one router. Raises ConfigError when an address is no URL."""
+
+    def __init__(self, config: RouterConfig, network: Network) -> None:
+        self.prefill = tuple(make_worker(Role.PREFILL, address) for address in config.prefill)
+        self.decode = tuple(make_worker(Role.DECODE, address) for address in config.decode)
+        self._network = network
+        self._interval_s = config.health_interval_s
+        self._picked = 0
+        self._mismatches: tuple[str, ...] = ()
+        self._loops: list[asyncio.Task[None]] = []
+
+    @property
+    def all(self) -> tuple[Worker, ...]:
+        return self.prefill + self.decode
+
+    def start(self) -> None:
+        """Begin the health checks."""
+        self._loops = [asyncio.create_task(self._watch(worker)) for worker in self.all]
+
+    async def stop(self) -> None:
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+
+    # Choosing
+
+    def pick(self) -> Pair:
+        """The live pair with equal fingerprints that has waited longest, prefill first. Raises WorkerError (503)."""
+        decode_prints = {worker.fingerprint for worker in self.decode if worker.alive}
+        prefill = [worker for worker in self.prefill if worker.alive and worker.fingerprint in decode_prints]
+        if not prefill:
+            raise WorkerError(self.why_no_pair())
+        first = self._take(prefill)
+        fitting = [worker for worker in self.decode if worker.alive and worker.fingerprint == first.fingerprint]
+        return Pair(first, self._take(fitting))
+
+    def has_pair(self) -> bool:
+        prefill = {worker.fingerprint for worker in self.prefill if worker.alive}
+        return any(worker.alive and worker.fingerprint in prefill for worker in self.decode)
+
+    def _take(self, workers: list[Worker]) -> Worker:
+        chosen = min(workers, key=lambda worker: worker.last_picked)
+        self._picked += 1
+        chosen.last_picked = self._picked
+        return chosen
+
+    def why_no_pair(self) -> str:
+        for role, workers in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
+            if not any(worker.alive for worker in workers):
+                return f"no {role.value} worker is alive"
+        return "; ".join(["no pair of workers fits together", *self.mismatches()])
+
+    def mismatches(self) -> tuple[str, ...]:
+        """A line for each two live workers of different fingerprints, naming both."""
+        return tuple(
+            f"{p.url} has state layout {p.fingerprint}, {d.url} has {d.fingerprint}"
+            for p in self.prefill
+            for d in self.decode
+            if p.alive and d.alive and p.fingerprint != d.fingerprint
+        )
+
+    # Health
+
+    def report(self, worker: Worker, error: WorkerError) -> None:
+        """A request could not reach this worker, or lost it: dead at once if nobody listens, and asked again now."""
+        if error.code == REFUSED:
+            self._mark_dead(worker, error.message)
+        worker.check_now.set()
+
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            await self._check(worker)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await worker.check_now.wait()
+            worker.check_now.clear()
+
+    async def _check(self, worker: Worker) -> None:
+        try:
+            answer = await self._network.send("GET", f"{worker.url}/health", limit_s=_HEALTH_LIMIT_S)
+            await answer.read()
+            if answer.status != 200:
+                raise WorkerError(f"/health answered {answer.status}")
+            if not worker.alive:
+                await self._welcome(worker)
+        except WorkerError as error:
+            self._mark_dead(worker, error.message)
+
+    async def _welcome(self, worker: Worker) -> None:
+        """Ask a worker that has just come up what it is before it gets requests."""
+        answer = await self._network.send("GET", f"{worker.url}/server_info", limit_s=_HEALTH_LIMIT_S)
+        worker.fingerprint = _fingerprint(await answer.read()) if answer.status == 200 else None
+        worker.alive, worker.reason = True, ""
+        log.info("%s worker %s is alive (state layout %s)", worker.role.value, worker.url, worker.fingerprint)
+        self._log_new_mismatches()
+
+    def _mark_dead(self, worker: Worker, reason: str) -> None:
+        if worker.alive or worker.reason != reason:
+            log.warning("%s worker %s is not alive: %s", worker.role.value, worker.url, reason)
+        worker.alive, worker.reason = False, reason
+
+    def _log_new_mismatches(self) -> None:
+        found = self.mismatches()
+        for line in found:
+            if line not in self._mismatches:
+                log.error("these workers cannot serve together: %s", line)
+        self._mismatches = found
+
+
+class _ServerInfo(msgspec.Struct):
+    fingerprint: str | None = None
+
+
+def _fingerprint(body: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(body, type=_ServerInfo).fingerprint
+    except msgspec.DecodeError:
+        return None

@@ -1,0 +1,33 @@
+"""One router with one pair of scripted workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.router.mocks import MockWorker, RunningRouter, config_of, run_router
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[MockWorker]:
+    worker = MockWorker("prefill")
+    await worker.start()
+    yield worker
+    await worker.stop()
+
+
+@pytest.fixture
+async def decode() -> AsyncIterator[MockWorker]:
+    worker = MockWorker("decode")
+    await worker.start()
+    yield worker
+    await worker.stop()
+
+
+@pytest.fixture
+async def router(prefill: MockWorker, decode: MockWorker) -> AsyncIterator[RunningRouter]:
+    """One pair, alive."""
+    async with run_router(config_of([prefill], [decode], max_body_bytes=1 << 20)) as running:
+        await running.until_alive()
+        yield running

@@ -1,0 +1,234 @@
+"""Health, fingerprints, information, orders to all workers, and requests that the router itself refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from common.config import RouterConfig, WorkerAddress
+from common.errors import ConfigError
+from router.app import check_router_config, create_app, serve
+from tests.router.mocks import MockWorker, RunningRouter, config_of, never, run_router
+
+
+@pytest.fixture
+async def four() -> AsyncIterator[list[MockWorker]]:
+    """Two prefill workers, two decode workers."""
+    workers = [MockWorker(role) for role in ("prefill", "prefill", "decode", "decode")]
+    for worker in workers:
+        await worker.start()
+    yield workers
+    for worker in workers:
+        await worker.stop()
+
+
+async def test_health_follows_the_workers(router: RunningRouter, prefill: MockWorker, decode: MockWorker) -> None:
+    assert (await router.client.get("/health")).status_code == 200
+    decode.healthy = False
+    await router.until(lambda: not router.state.workers.has_pair())
+    answer = await router.client.get("/health")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "no decode worker is alive")
+    assert (await router.generate()).status_code == 503
+    decode.healthy = True
+    await router.until_alive()
+    assert (await router.client.get("/health")).status_code == 200
+
+
+async def test_a_router_whose_workers_do_not_exist_yet() -> None:
+    config = RouterConfig(
+        prefill=(WorkerAddress(url="http://127.0.0.1:1", bootstrap_port=1),),
+        decode=(WorkerAddress(url="http://127.0.0.1:1"),),
+    )
+    async with run_router(config) as router:
+        answer = await router.client.get("/health")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "no prefill worker is alive")
+
+
+async def test_round_robin_over_live_workers(four: list[MockWorker]) -> None:
+    async with run_router(config_of(four[:2], four[2:])) as router:
+        await router.until_alive()
+        for _ in range(6):
+            await router.generate()
+        assert [len(worker.bodies) for worker in four] == [3, 3, 3, 3]
+        four[0].healthy = False
+        await router.until(lambda: not router.state.workers.prefill[0].alive)
+        for _ in range(4):
+            await router.generate()
+        assert [len(worker.bodies) for worker in four] == [3, 7, 5, 5]
+
+
+async def test_only_equal_fingerprints_are_paired(four: list[MockWorker], caplog: pytest.LogCaptureFixture) -> None:
+    for worker, fingerprint in zip(four, ("aa", "bb", "bb", "cc"), strict=True):
+        worker.fingerprint = fingerprint
+    async with run_router(config_of(four[:2], four[2:])) as router:
+        await router.until_alive()
+        for _ in range(4):
+            assert (await router.generate()).status_code == 200
+        assert [len(worker.bodies) for worker in four] == [0, 4, 4, 0]
+        mismatches = (await router.client.get("/server_info")).json()["mismatches"]
+        assert f"{four[0].url} has state layout aa, {four[2].url} has bb" in mismatches
+        assert any("state layout aa" in record.getMessage() for record in caplog.records)
+
+
+async def test_fingerprints_without_any_pair(router: RunningRouter, decode: MockWorker) -> None:
+    """A worker that comes back as another model is noticed."""
+    decode.healthy = False
+    await router.until(lambda: not router.state.workers.has_pair())
+    decode.fingerprint, decode.healthy = "f1", True
+    await router.until_alive()
+    for answer in (await router.generate(), await router.client.get("/health")):
+        assert answer.status_code == 503
+        message = answer.json()["error"]["message"]
+        assert "f0" in message
+        assert "f1" in message
+
+
+async def test_server_info(router: RunningRouter, prefill: MockWorker, decode: MockWorker) -> None:
+    for path in ("/server_info", "/get_server_info"):
+        info = (await router.client.get(path)).json()
+        assert info["workers"] == [
+            {"role": "prefill", "url": prefill.url, "alive": True, "fingerprint": "f0"},
+            {"role": "decode", "url": decode.url, "alive": True, "fingerprint": "f0"},
+        ]
+        assert info["internal_states"] == [{"rank": 0, "of": "decode"}]
+        assert info["prefill"][0]["internal_states"] == [{"rank": 0, "of": "prefill"}]
+        assert (info["health_interval_s"], info["mismatches"]) == (0.05, [])
+
+
+async def test_model_info_comes_from_a_worker(router: RunningRouter) -> None:
+    for path in ("/model_info", "/get_model_info"):
+        assert (await router.client.get(path)).json() == {"model_path": "mini"}
+
+
+async def test_health_generate_makes_one_token(router: RunningRouter, decode: MockWorker) -> None:
+    assert (await router.client.get("/health_generate")).status_code == 200
+    assert decode.bodies[0]["sampling_params"]["max_new_tokens"] == 1
+    assert "bootstrap_room" in decode.bodies[0]
+
+
+async def test_flush_cache_reaches_all_and_fails_with_one(
+    router: RunningRouter, prefill: MockWorker, decode: MockWorker
+) -> None:
+    assert (await router.client.post("/flush_cache?timeout=3")).status_code == 200
+    assert (await router.client.get("/flush_cache")).status_code == 200
+    assert (prefill.flushes, decode.flushes) == (2, 2)
+    decode.flush_status = 400
+    answer = await router.client.post("/flush_cache")
+    assert answer.status_code == 400
+    assert decode.url in answer.json()["error"]["message"]
+    assert "busy" in answer.json()["error"]["message"]
+    await decode.stop()
+    assert (await router.client.post("/flush_cache")).status_code == 503
+
+
+async def test_abort_request_reaches_both_roles(router: RunningRouter, prefill: MockWorker, decode: MockWorker) -> None:
+    for body in ({"rid": "a"}, {"abort_all": True}):
+        assert (await router.client.post("/abort_request", json=body)).status_code == 200
+    assert prefill.aborts == decode.aborts == [{"rid": "a"}, {"abort_all": True}]
+    assert (await router.client.post("/abort_request", json={})).status_code == 400
+    assert (await router.client.post("/abort_request", content=b"[")).status_code == 400
+
+
+REFUSED: list[tuple[bytes, str | None]] = [
+    (b"", None),
+    (b"{", None),
+    (b"[1]", None),
+    (b'{"text": NaN}', None),
+    (b"\xff", None),
+    (b"[" * 10000, None),
+    (b'{"text": "a", "bootstrap_room": 1}', "bootstrap_room"),
+    (b'{"text": "a", "stream": "yes"}', "stream"),
+    (b'{"text": "a", "rid": 3}', "rid"),
+    (b'{"text": "a", "rid": ""}', "rid"),
+    (b'{"text": ["a", "b"], "rid": ["x", "x"]}', "rid"),
+    (b'{"text": []}', "text"),
+    (b'{"text": "a", "sampling_params": {"n": 0}}', "sampling_params.n"),
+    (b'{"text": "a", "sampling_params": {"n": true}}', "sampling_params.n"),
+    (b'{"text": "a", "sampling_params": {"n": 1e3}}', "sampling_params.n"),
+    (b'{"text": "a", "sampling_params": {"n": 99999999999999999999}}', "sampling_params.n"),
+]
+
+
+async def test_what_the_router_refuses(router: RunningRouter, prefill: MockWorker, decode: MockWorker) -> None:
+    for body, param in REFUSED:
+        answer = await router.client.post("/generate", content=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["retryable"]) == (400, "invalid_request_error", False), body
+        assert error.get("param") == param, body
+        assert error["message"]
+    assert prefill.bodies == decode.bodies == []
+
+
+async def test_a_body_that_is_too_large(router: RunningRouter, decode: MockWorker) -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(40):
+            yield b" " * 65536
+
+    for content in (b" " * 2_000_000, parts()):
+        answer = await router.client.post("/generate", content=content)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    assert decode.bodies == []
+
+
+async def test_unknown_paths_and_methods_have_our_error_shape(router: RunningRouter) -> None:
+    for method, path, status in (("GET", "/generate", 405), ("POST", "/health", 405), ("GET", "/nothing", 404)):
+        answer = await router.client.request(method, path)
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "code", "retryable"}
+
+
+async def test_a_fault_of_the_router_has_our_error_shape(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router.state.workers, "pick", lambda: 1 / 0)
+    answer = await router.generate()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
+
+
+async def test_a_silent_worker_times_out(prefill: MockWorker, decode: MockWorker) -> None:
+    decode.script = never
+    async with run_router(config_of([prefill], [decode], idle_timeout_s=0.2)) as router:
+        await router.until_alive()
+        answer = await router.generate()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_timeout")
+
+
+ADDRESS = WorkerAddress(url="http://h:1", bootstrap_port=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"prefill": ()}, "--prefill: at least one"),
+        ({"decode": ()}, "--decode: at least one"),
+        ({"prefill": (WorkerAddress(url="http://h:1"),)}, "bootstrap port"),
+        ({"decode": (WorkerAddress(url="h:1"),)}, "--decode h:1"),
+        ({"decode": (WorkerAddress(url="http://h:port"),)}, "--decode http://h:port"),
+        ({"health_interval_s": 0.0}, "--health-interval 0.0"),
+        ({"idle_timeout_s": float("nan")}, "--idle-timeout nan"),
+    ],
+)
+def test_settings_that_cannot_work(settings: dict[str, Any], said: str) -> None:
+    good: dict[str, Any] = {"prefill": (ADDRESS,), "decode": (ADDRESS,)}
+    assert check_router_config(RouterConfig(**good))
+    with pytest.raises(ConfigError, match=said.replace("[", ".")):
+        create_app(RouterConfig(**good | settings))
+
+
+async def test_a_port_that_is_taken(decode: MockWorker) -> None:
+    with pytest.raises(ConfigError, match=f"--port {decode.port}"):
+        serve(RouterConfig(port=decode.port, prefill=(ADDRESS,), decode=(ADDRESS,)))
+
+
+def test_the_router_is_small_and_knows_no_torch() -> None:
+    code = (
+        "import sys, resource, router.app\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    resident_kib = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    assert resident_kib < 120 * 1024
