@@ -16,7 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
-from transfer.receiver import Committed, DecodeTransfer, Released, RoomFailed
+from transfer.events import Committed, Released, RoomFailed
+from transfer.receiver import DecodeTransfer
 from transfer.transport import Transport, open_transport
 
 from common.config import NodeConfig

@@ -269,7 +269,8 @@ class Scheduler:
             return True
         if not self.pages.can_allocate(missing):
             return False
-        sequence.page_table.extend(self.pages.allocate(missing, sequence.rid))
+        last = sequence.page_table[-1]
+        sequence.page_table.extend(self.pages.allocate(missing, sequence.rid, after=last))
         return True
 
     def retract(self, sequence: Sequence) -> None:

@@ -132,11 +132,12 @@ class EngineHost:
             max_total_tokens=self.max_request_tokens(),
             vocab_size=self.layout.vocab_size,
             info={"rank": rank, "chunk": self.layout.chunk, "page_size": self.layout.page_size},
+            layout=self.layout,
         )
 
     def max_request_tokens(self) -> int:
         """The longest prompt and answer together that the pages can hold when nothing else runs."""
-        return (self.scheduler.pages.num_pages - 1) * self.scheduler.limits.page_size
+        return (self.scheduler.pages.num_usable) * self.scheduler.limits.page_size
 
     def answer_query(self, message: Query, *, idle: bool, extra_state: dict[str, object]) -> None:
         match message.what:
@@ -157,9 +158,9 @@ class EngineHost:
             "num_waiting": len(scheduler.waiting),
             "num_prefilling": len(scheduler.prefilling),
             "num_running": len(scheduler.running),
-            "pages_total": scheduler.pages.num_pages - 1,
+            "pages_total": scheduler.pages.num_usable,
             "pages_free": scheduler.pages.num_free,
-            "slots_total": scheduler.slots.num_slots - 1,
+            "slots_total": scheduler.slots.num_usable,
             "slots_free": scheduler.slots.num_free,
         }
 

@@ -8,6 +8,7 @@ import msgspec
 
 from common.errors import ErrorRecord
 from common.handoff import RoomAddress
+from common.layout import StateLayout
 from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
 
 
@@ -94,7 +95,10 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The rank can serve. limits: what the front must check before it submits."""
+    """The rank can serve. The limits are what the front checks before it submits.
+
+    layout: of the rank's pools, what the bootstrap endpoint compares with a peer's.
+    """
 
     pid: int
     fingerprint: str
@@ -104,6 +108,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     max_total_tokens: int
     vocab_size: int
     info: dict[str, Any]
+    layout: StateLayout | None = None
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -13,10 +13,10 @@ Pages and slot stay with the room until the transfer says that no write reads th
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
-from transfer.sender import PrefillTransfer, Released, RoomFailed, RoomOpened, Sent
+from transfer.events import Released, RoomFailed, RoomOpened, Sent
+from transfer.sender import PrefillTransfer
 from transfer.transport import Transport, open_transport
 
 from common.config import NodeConfig
@@ -56,6 +56,7 @@ class PrefillRole:
             transport=transport,
             config=config.transfer,
             wake=waker,
+            node_id=f"{config.server.host}:{config.server.port}/{rank}",
         )
         self.rooms: dict[int, PrefillRoom] = {}
         self.by_rid: dict[str, PrefillRoom] = {}
@@ -72,7 +73,7 @@ class PrefillRole:
         sequence = self.host.new_sequence(message)
         room = PrefillRoom(room=message.room.room, sequence=sequence)
         try:
-            self.transfer.expect(room.room, message.rid, deadline_s=time.monotonic() + self.config.bootstrap_timeout_s)
+            self.transfer.expect(room.room, message.rid, self.config.bootstrap_timeout_s)
         except ServingError as error:
             self.host.fail(sequence, error)
             return

@@ -124,8 +124,8 @@ def drain(scheduler: Scheduler) -> list[str]:
 def assert_all_free(scheduler: Scheduler) -> None:
     scheduler.pages.check_integrity()
     scheduler.slots.check_integrity()
-    assert scheduler.pages.num_free == scheduler.pages.num_pages - 1
-    assert scheduler.slots.num_free == scheduler.slots.num_slots - 1
+    assert scheduler.pages.num_free == scheduler.pages.num_usable
+    assert scheduler.slots.num_free == scheduler.slots.num_usable
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 40, 41])
@@ -249,7 +249,7 @@ def test_a_prefill_scheduler_holds_a_sequence_until_it_is_released() -> None:
         chunks += [(c.start, c.end) for c in report.chunks]
     assert chunks == [(0, 16), (16, 29)]
     assert sequence.phase is Phase.HELD and len(sequence.output_ids) == 1
-    assert scheduler.pages.num_free < scheduler.pages.num_pages - 1
+    assert scheduler.pages.num_free < scheduler.pages.num_usable
     scheduler.release(sequence)
     assert_all_free(scheduler)
 
