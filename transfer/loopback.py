@@ -1,8 +1,8 @@
 """Same-host transport: a write is a memcpy into the peer's memory. Injects faults on purpose; for tests and trials.
 
-Buffers are memory files, so that another process of the same user can map them through /proc/<pid>/fd/<fd>. A session is
-"loopback:<pid>:<start time>:<fd>+<address>+<nbytes>;…"; the start time tells a process from a later one with its number.
-fd is -1 for memory that only its own process can reach.
+Buffers are memory files, so that another process of the same user can map them through /proc/<pid>/fd/<fd>. A session
+is "loopback:<pid>:<start time>:<fd>+<address>+<nbytes>;…"; the start time tells a process from a later one with its
+number. fd is -1 for memory that only its own process can reach.
 """
 
 from __future__ import annotations
@@ -144,7 +144,9 @@ class LoopbackTransport:
                 raise ProcessLookupError(f"process {pid} is another one now")
             return tuple(self._map_one(pid, *described_range) for described_range in ranges if described_range[0] >= 0)
         except OSError as error:
-            raise TransferError(f"cannot reach the memory of process {pid}: {error}", code="peer_unreachable") from error
+            raise TransferError(
+                f"cannot reach the memory of process {pid}: {error}", code="peer_unreachable"
+            ) from error
 
     def _map_one(self, pid: str, fd: int, address: int, nbytes: int) -> _Range:
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)

@@ -155,7 +155,7 @@ def _load() -> Any:
 @contextlib.contextmanager
 def _captured_stderr() -> Iterator[Any]:
     """Keep what C++ code prints to descriptor 2; yields a function that returns it, also after the block."""
-    kept: IO[bytes] = tempfile.TemporaryFile()
+    kept: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
     saved = os.dup(2)
     sys.stderr.flush()
     os.dup2(kept.fileno(), 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -52,9 +51,9 @@ def own_sockets() -> list[Socket]:
 
 def open_files() -> Iterator[str]:
     """What each descriptor of this process points to."""
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in Path("/proc/self/fd").iterdir():
         try:
-            yield os.readlink(f"/proc/self/fd/{entry}")
+            yield str(entry.readlink())
         except FileNotFoundError:
             continue
 

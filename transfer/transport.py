@@ -54,7 +54,7 @@ class Transport(Protocol):
         ...
 
     def inbound(self) -> frozenset[str] | None:
-        """The connections ("address:port" of the far end) over which peers can write here now; None: cannot be known."""
+        """The far ends ("address:port") of the connections over which peers can write here; None: cannot be known."""
         ...
 
     def outbound(self) -> frozenset[str]:

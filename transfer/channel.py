@@ -1,0 +1,146 @@
+"""One TCP connection that carries messages: 4 bytes of length (big endian), then msgpack.
+
+Reading belongs to an event loop; `send` may be called from any thread and never blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import struct
+import threading
+
+import msgspec
+
+from common.errors import TransferError, WorkerError
+from transfer.messages import Message
+
+MAX_GREETING_BYTES = 4096
+MAX_FRAME_BYTES = 16 << 20
+MAX_OUTBOX_BYTES = 4 * MAX_FRAME_BYTES
+
+_PREFIX = struct.Struct(">I")
+_READ_BYTES = 1 << 16
+
+
+class Channel:
+    """limit_bytes: the longest frame taken; small until the peer has proven itself."""
+
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.limit_bytes = MAX_GREETING_BYTES
+        self.peer_host = str(sock.getpeername()[0])
+        self._sock, self._loop = sock, loop
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(Message).decode
+        self._lock = threading.Lock()
+        self._outbox = bytearray()
+        self._inbox = bytearray()
+        self._closed = False
+
+    def send(self, message: Message) -> None:
+        """Queue a message in order. A closed connection swallows it: whoever reads finds out."""
+        body = self._encode(message)
+        assert len(body) <= MAX_FRAME_BYTES, f"{type(message).__name__} of {len(body)} bytes"
+        with self._lock:
+            if self._closed:
+                return
+            waiting = bool(self._outbox)
+            self._outbox += _PREFIX.pack(len(body)) + body
+            if waiting:
+                if len(self._outbox) > MAX_OUTBOX_BYTES:
+                    self.shut()
+                return
+            self._flush()
+            if self._outbox:
+                self._loop.call_soon_threadsafe(self._watch)
+
+    async def receive(self) -> Message:
+        """The next message. Raises WorkerError at the end of the connection, TransferError for what is no message."""
+        size = _PREFIX.unpack(await self._take(_PREFIX.size))[0]
+        if size > self.limit_bytes:
+            raise TransferError(f"a frame of {size} bytes, {self.limit_bytes} allowed", code="protocol_error")
+        body = await self._take(size)
+        try:
+            message: Message = self._decode(body)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"not a message of this protocol: {error}", code="protocol_error") from error
+        return message
+
+    def shut(self) -> None:
+        """From any thread: end the connection in both directions; whoever reads gets the end of it, and closes."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the peer was faster
+
+    def close(self) -> None:
+        """On the loop's thread, when nobody reads any more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._loop.remove_writer(self._sock)
+            self.shut()
+            self._sock.close()
+
+    async def _take(self, size: int) -> bytes:
+        while len(self._inbox) < size:
+            try:
+                data = await self._loop.sock_recv(self._sock, _READ_BYTES)
+            except OSError as error:
+                raise WorkerError(f"the connection to {self.peer_host} broke: {error}", code="peer_lost") from error
+            if not data:
+                raise WorkerError(f"the peer at {self.peer_host} closed the connection", code="peer_lost")
+            self._inbox += data
+        taken = bytes(self._inbox[:size])
+        del self._inbox[:size]
+        return taken
+
+    def _flush(self) -> None:
+        """Give the kernel what it takes now; needs the lock."""
+        try:
+            while self._outbox:
+                del self._outbox[: self._sock.send(self._outbox)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._outbox.clear()
+
+    def _watch(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._loop.add_writer(self._sock, self._drain)
+
+    def _drain(self) -> None:
+        with self._lock:
+            self._flush()
+            if not self._outbox:
+                self._loop.remove_writer(self._sock)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def connect(host: str, port: int) -> Channel:
+    """Raises WorkerError when nobody answers there."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        try:
+            await loop.sock_connect(sock, address)
+        except BaseException:
+            sock.close()
+            raise
+    except OSError as error:
+        raise WorkerError(f"no prefill node answers at {host}:{port}: {error}", code="peer_unreachable") from error
+    return Channel(sock, loop)

@@ -1,0 +1,148 @@
+"""A digest of each part of a request's state, the same at both ends however the bytes were cut into writes.
+
+Order: each pool of the part by itself, its items in the order of the request; then the pools' digests, in the order of
+the layout, hashed once more. So KV pages can be added chunk by chunk, all layers at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import xxhash
+
+from common.config import Verify
+from common.layout import PoolLayout, PoolPlacement, StateKind, StateLayout
+from transfer.plan import KV, TRACK
+
+METADATA = "metadata"
+
+
+class StateReader:
+    """Reads pool items of this process where they lie, without copying. The memory must be host memory."""
+
+    def __init__(self, layout: StateLayout, placements: Sequence[PoolPlacement]) -> None:
+        self.pools = [
+            _PoolReader(pool, place) for pool, place in zip(layout.pools, placements, strict=True) if place.count
+        ]
+
+    def of(self, *kinds: StateKind) -> list[_PoolReader]:
+        return [pool for pool in self.pools if pool.kind in kinds]
+
+
+class _PoolReader:
+    def __init__(self, pool: PoolLayout, place: PoolPlacement) -> None:
+        extent = (place.count - 1) * place.stride_bytes + pool.item_bytes
+        self.kind = pool.kind
+        self._view = memoryview((ctypes.c_ubyte * extent).from_address(place.base)).cast("B")
+        self._stride, self._item = place.stride_bytes, pool.item_bytes
+
+    def spans(self, items: Iterable[int]) -> Iterator[memoryview]:
+        """The bytes of `items`, in their order, in as few pieces as the pool allows."""
+        if self._stride != self._item:
+            for item in items:
+                yield self._view[item * self._stride :][: self._item]
+            return
+        for first, count in _stretches(items):
+            yield self._view[first * self._item : (first + count) * self._item]
+
+
+class _Hash:
+    """xxh3, and sha256 beside it when every byte is to be proven equal."""
+
+    def __init__(self, verify: Verify) -> None:
+        assert verify is not Verify.OFF, "no digest is taken when verify is off"
+        self._hashes: list[Any] = [xxhash.xxh3_64()]
+        if verify is Verify.FULL:
+            self._hashes.append(hashlib.sha256())
+
+    def update(self, data: memoryview | bytes) -> None:
+        for each in self._hashes:
+            each.update(data)
+
+    def digest(self) -> bytes:
+        return b"".join(each.digest() for each in self._hashes)
+
+
+class PagesDigest:
+    """The digest of the KV pages of one request, fed in the order of the prompt."""
+
+    def __init__(self, reader: StateReader, verify: Verify) -> None:
+        self._verify = verify
+        self._pools = [(pool, _Hash(verify)) for pool in reader.of(StateKind.KV)]
+
+    def update(self, pages: Sequence[int]) -> None:
+        for pool, running in self._pools:
+            for span in pool.spans(pages):
+                running.update(span)
+
+    def digest(self) -> bytes:
+        return _combine((running.digest() for _, running in self._pools), self._verify)
+
+
+def pages_digest(reader: StateReader, pages: Sequence[int], verify: Verify) -> bytes:
+    running = PagesDigest(reader, verify)
+    running.update(pages)
+    return running.digest()
+
+
+def slot_digests(reader: StateReader, slot: int, track_slot: int | None, verify: Verify) -> dict[str, bytes]:
+    """The digests of conv, ssm and, when there is one, track."""
+    found = {
+        kind.value: _slot_digest(reader, (kind,), slot, verify)
+        for kind in (StateKind.CONV, StateKind.SSM)
+        if reader.of(kind)
+    }
+    if track_slot is not None:
+        found[TRACK] = _slot_digest(reader, (StateKind.CONV, StateKind.SSM), track_slot, verify)
+    return found
+
+
+def metadata_digest(payload: bytes, verify: Verify) -> bytes:
+    running = _Hash(verify)
+    running.update(payload)
+    return running.digest()
+
+
+def all_digests(
+    reader: StateReader, pages: Sequence[int], slot: int, track_slot: int | None, metadata: bytes, verify: Verify
+) -> dict[str, bytes]:
+    """Every part at once, as the receiver checks them."""
+    return {
+        METADATA: metadata_digest(metadata, verify),
+        KV: pages_digest(reader, pages, verify),
+        **slot_digests(reader, slot, track_slot, verify),
+    }
+
+
+def _slot_digest(reader: StateReader, kinds: tuple[StateKind, ...], slot: int, verify: Verify) -> bytes:
+    digests = []
+    for pool in reader.of(*kinds):
+        running = _Hash(verify)
+        for span in pool.spans([slot]):
+            running.update(span)
+        digests.append(running.digest())
+    return _combine(digests, verify)
+
+
+def _combine(digests: Iterable[bytes], verify: Verify) -> bytes:
+    running = _Hash(verify)
+    for each in digests:
+        running.update(each)
+    return running.digest()
+
+
+def _stretches(items: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) for each stretch of items that counts up by one."""
+    first, count = 0, 0
+    for item in items:
+        if count and item == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = item, 1
+    if count:
+        yield first, count

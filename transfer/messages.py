@@ -1,0 +1,165 @@
+"""What the two ends of a hand-off say to each other: length-prefixed msgpack frames over TCP. Decode is the client.
+
+client                      server
+                 <─ Challenge          handshake (bootstrap endpoint and rank alike)
+Answer           ─>
+                 <─ Proof | Refused
+Hello            ─>
+                 <─ Hello | Refused
+Lookup           ─>                    bootstrap endpoint only
+                 <─ Ranks
+Open             ─>                    rank only: one connection for all rooms of a pair of ranks
+                 <─ Opened             both legs are here; writes may land from Open on
+                 <─ Commit | Failed    Commit: every byte is in place
+Accepted | Abort ─>                    Accepted: every digest was right
+                 <─ Drained            after Failed or Abort: nothing more will be written
+Ping, Pong       both ways
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.config import Verify
+from common.errors import ErrorRecord
+from common.layout import PoolPlacement, StateLayout
+
+PROTOCOL_VERSION = 1
+
+
+class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """keyed: whether the server has a cluster key."""
+
+    version: int
+    nonce: bytes
+    keyed: bool
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """proof: HMAC-SHA256 of both nonces with the cluster key; empty without a key."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    proof: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Who this end is. instance: random, of this start of the process. session, placements: where it can be written to
+    (both empty on a bootstrap endpoint)."""
+
+    version: int
+    role: str
+    node_id: str
+    instance: str
+    verify: Verify
+    layout: StateLayout
+    session: str = ""
+    placements: tuple[PoolPlacement, ...] = ()
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    error: ErrorRecord
+
+
+class Lookup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Where are the ranks of this node?"""
+
+
+class Ranks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Control addresses; a room belongs to rank number room % len(addresses)."""
+
+    addresses: tuple[tuple[str, int], ...]
+
+
+class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """pages: decode's page for each page of the prompt (more are no fault); the first num_cached_pages of them are held
+    by decode already and stay as they are. track_slot None: decode has no use for it.
+
+    lease: counts the leases of a decode rank; every later message about the room repeats it, so that what was said of
+    an earlier use of a room's number is never taken for this one.
+    """
+
+    room: int
+    lease: int
+    rid: str
+    pages: tuple[int, ...]
+    slot: int
+    track_slot: int | None
+    num_cached_pages: int
+
+
+class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    room: int
+    lease: int
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """num_pages: prompt pages from 0 that hold KV now. metadata: an encoded HandoffMetadata.
+
+    digests: by part, empty when verify is off. seconds: from the end of compute to the end of the last write.
+    """
+
+    room: int
+    lease: int
+    num_pages: int
+    metadata: bytes
+    digests: dict[str, bytes]
+    bytes_by_part: dict[str, int]
+    seconds: float
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    room: int
+    lease: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    room: int
+    lease: int
+    error: ErrorRecord
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    room: int
+    lease: int
+    error: ErrorRecord
+
+
+class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    room: int
+    lease: int
+
+
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """lanes: tell me which connections are yours."""
+
+    lanes: bool = False
+
+
+class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """lanes: near ends ("address:port") of the sender's connections, when it was asked for them."""
+
+    lanes: tuple[str, ...] | None = None
+
+
+Message = (
+    Challenge
+    | Answer
+    | Proof
+    | Hello
+    | Refused
+    | Lookup
+    | Ranks
+    | Open
+    | Opened
+    | Commit
+    | Accepted
+    | Failed
+    | Abort
+    | Drained
+    | Ping
+    | Pong
+)

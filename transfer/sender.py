@@ -1,0 +1,552 @@
+"""The prefill side of the hand-off.
+
+    expect ─┐              send_pages, send_state, commit
+            ├─► RoomOpened ──────────────────────────────► writes ─► Commit ─► decode's word ─► Sent, Released
+    Open  ──┘
+    anything wrong, at any time: RoomFailed at once, Released when no write is in flight (then decode hears Drained)
+
+Threads: the scheduler calls; a loop thread talks to decode ranks; one worker per decode rank posts its writes, so that
+a stuck peer holds up nobody else. A lock guards the rooms; nobody waits while holding it. What the scheduler sends
+before decode has opened the room is kept until it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from common.config import TransferConfig, Verify
+from common.errors import AbortedError, RequestError, ServingError, TransferError, WorkerError, from_record
+from common.handoff import HandoffMetadata
+from common.layout import PoolPlacement, StateKind, StateLayout
+from transfer.channel import Channel
+from transfer.digest import METADATA, PagesDigest, StateReader, metadata_digest, slot_digests
+from transfer.events import EventQueue, Offer, PrefillEvent, Released, RoomFailed, RoomOpened, Sent
+from transfer.handshake import brief, read_key
+from transfer.link import Link, tick_s
+from transfer.loop import LoopThread
+from transfer.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    Commit,
+    Drained,
+    Failed,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Pong,
+)
+from transfer.plan import KV, batches, plan_pages, plan_slot
+from transfer.server import FrameServer
+from transfer.transport import Block, Transport
+
+log = logging.getLogger(__name__)
+
+MAX_WRITE_BYTES = 32 << 20
+ROOM_LIMIT = 2**63
+
+
+class _Pages(NamedTuple):
+    first: int
+    pages: tuple[int, ...]
+
+
+class _State(NamedTuple):
+    slot: int
+    track_slot: int | None
+
+
+class _Finish(NamedTuple):
+    metadata: HandoffMetadata
+
+
+_Job = _Pages | _State | _Finish
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One decode rank: its connection and the worker that writes to it."""
+
+    link: Link
+    jobs: queue.SimpleQueue[tuple[_Room, _Job] | None] = field(default_factory=queue.SimpleQueue)
+
+
+@dataclass(slots=True)
+class _Room:
+    """rid: of the prefill leg, once it expects the room. open, peer: once decode has opened it.
+
+    waiting: jobs that came before that. busy: the worker is at it. unsure: a write was begun and not seen to end well,
+    so some of it may still land. nth: counts rooms, for injected faults.
+    """
+
+    room: int
+    nth: int
+    deadline_s: float | None
+    waiting_for: str
+    rid: str | None = None
+    open: Open | None = None
+    peer: _Peer | None = None
+    waiting: list[_Job] = field(default_factory=list)
+    busy: bool = False
+    failed: ServingError | None = None
+    unsure: bool = False
+    next_page: int = 0
+    digest: PagesDigest | None = None
+    digests: dict[str, bytes] = field(default_factory=dict)
+    bytes_by_part: dict[str, int] = field(default_factory=dict)
+    compute_end_s: float = 0.0
+    committed: bool = False
+
+
+class PrefillTransfer:
+    """placements: where this rank keeps each pool of the layout. wake: called, from any thread, after each event.
+
+    control_address: what the node's bootstrap endpoint has to answer for this rank.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        placements: Sequence[PoolPlacement],
+        transport: Transport,
+        config: TransferConfig,
+        wake: Callable[[], None],
+        *,
+        node_id: str = "prefill",
+        port: int = 0,
+    ) -> None:
+        """Raises ConfigError when the cluster key cannot be read or the port cannot be had."""
+        self._layout, self._placements = layout, tuple(placements)
+        self._transport, self._config, self._node_id = transport, config, node_id
+        self._reader = StateReader(layout, placements) if config.verify is not Verify.OFF else None
+        self._instance = secrets.token_hex(8)
+        self._events: EventQueue[PrefillEvent] = EventQueue(wake)
+        self._lock = threading.RLock()
+        self._rooms: dict[int, _Room] = {}
+        self._peers: list[_Peer] = []
+        self._unsure: set[tuple[str, int]] = set()
+        self._counts: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        key = read_key(config.cluster_key_file)
+        self._server = FrameServer(config.host, port, key, self._hello, config.bootstrap_timeout_s, self._serve)
+        self._thread = LoopThread("transfer-prefill")
+        try:
+            self._thread.run(self._server.start(), config.bootstrap_timeout_s)
+        except BaseException:
+            self._thread.stop()
+            raise
+        self._thread.call(self._thread.spawn, self._watch())
+
+    @property
+    def control_address(self) -> tuple[str, int]:
+        return self._server.address
+
+    # The scheduler's side: none of these blocks.
+
+    def expect(self, room: int, rid: str, deadline_s: float) -> None:
+        """The prefill leg is here; decode has `deadline_s` seconds to open the room. Raises RequestError (in use)."""
+        assert 0 <= room < ROOM_LIMIT, f"room {room}"
+        with self._lock:
+            entry = self._rooms.get(room)
+            if entry is None:
+                entry = self._add(room, deadline_s, "decode to open the room")
+            elif entry.rid is not None or entry.failed:
+                raise RequestError(f"room {room} is in use", code="room_in_use", param="bootstrap_room", status=409)
+            entry.rid = rid
+            if entry.open is not None:
+                self._begin(entry)
+
+    def send_pages(self, room: int, first_page_index: int, src_pages: Sequence[int]) -> None:
+        """KV of prompt pages first_page_index … is complete in `src_pages`. Calls are in the order of the prompt."""
+        self._submit(room, _Pages(first_page_index, tuple(src_pages)))
+
+    def send_state(self, room: int, slot: int, track_slot: int | None = None) -> None:
+        """The final conv and SSM state is complete in `slot`, the tracked one in `track_slot`."""
+        self._submit(room, _State(slot, track_slot))
+
+    def commit(self, room: int, metadata: HandoffMetadata) -> None:
+        """Compute is finished and everything was sent. Pages and slots stay as they are until `Released`."""
+        self._submit(room, _Finish(metadata))
+
+    def abort(self, room: int, error: ServingError) -> None:
+        """End the room on both sides. A room that is over already is no fault."""
+        with self._lock:
+            entry = self._rooms.get(room)
+            if entry is not None:
+                self._fail(entry, error)
+
+    def poll(self) -> list[PrefillEvent]:
+        return self._events.drain()
+
+    def stats(self) -> dict[str, Any]:
+        with self._lock:
+            states = Counter(_state(entry) for entry in self._rooms.values())
+            return {
+                "transport": self._transport.name,
+                "rooms": dict(states),
+                "rooms_total": dict(self._counts),
+                "bytes": dict(self._bytes),
+                "peers": [peer.link.peer.node_id for peer in self._peers],
+                "peers_silent": sum(peer.link.silent for peer in self._peers),
+            }
+
+    def close(self) -> None:
+        """Fail what is open, wait for the writes in flight (at most the transfer time-out), end the threads."""
+        with self._lock:
+            for entry in list(self._rooms.values()):
+                self._fail(entry, AbortedError("the prefill rank is shutting down", code="shutdown"))
+        deadline = time.monotonic() + self._config.transfer_timeout_s
+        while self._any_busy() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self._thread.run(self._server.close(), self._config.transfer_timeout_s)
+        self._thread.stop()
+
+    # Rooms. All of these need the lock.
+
+    def _add(self, room: int, timeout_s: float, waiting_for: str) -> _Room:
+        nth = self._counts["opened"]
+        self._counts["opened"] += 1
+        entry = _Room(room, nth, time.monotonic() + timeout_s, waiting_for)
+        self._rooms[room] = entry
+        return entry
+
+    def _begin(self, entry: _Room) -> None:
+        """Both legs are here."""
+        assert entry.open is not None and entry.peer is not None
+        entry.deadline_s = None
+        entry.next_page = entry.open.num_cached_pages
+        if self._reader is not None:
+            entry.digest = PagesDigest(self._reader, self._config.verify)
+        entry.peer.link.channel.send(Opened(room=entry.room, lease=entry.open.lease))
+        cached = entry.open.num_cached_pages
+        offer = Offer(len(entry.open.pages), cached, cached * self._layout.page_size, entry.open.track_slot is not None)
+        self._events.put(RoomOpened(entry.room, offer))
+        for job in entry.waiting:
+            entry.peer.jobs.put((entry, job))
+        entry.waiting.clear()
+
+    def _submit(self, room: int, job: _Job) -> None:
+        with self._lock:
+            entry = self._rooms.get(room)
+            if entry is None or entry.failed:
+                return  # it failed; the event is on its way
+            if isinstance(job, _Finish):
+                entry.compute_end_s = time.monotonic()
+                if entry.peer is not None:
+                    self._set_transfer_deadline(entry)
+            if entry.peer is None or entry.rid is None:
+                entry.waiting.append(job)
+            else:
+                entry.peer.jobs.put((entry, job))
+
+    def _set_transfer_deadline(self, entry: _Room) -> None:
+        entry.deadline_s = time.monotonic() + self._config.transfer_timeout_s
+        entry.waiting_for = "the transfer"
+
+    def _fail(self, entry: _Room, error: ServingError, *, tell: bool = True) -> None:
+        if entry.failed:
+            return
+        entry.failed = error
+        entry.deadline_s = None
+        log.warning("room %s failed: %s", entry.room, brief(error))
+        if entry.open is not None and entry.peer is not None and tell:
+            entry.peer.link.channel.send(Failed(room=entry.room, lease=entry.open.lease, error=error.record()))
+        if entry.rid is not None:
+            self._events.put(RoomFailed(entry.room, error))
+        self._settle(entry)
+
+    def _settle(self, entry: _Room) -> None:
+        """Release a failed room once its worker has let go of it."""
+        if entry.busy or not entry.failed:
+            return
+        if entry.open is not None and entry.peer is not None:
+            if entry.unsure:
+                self._unsure.add((entry.peer.link.peer.instance, entry.open.lease))
+            else:
+                entry.peer.link.channel.send(Drained(room=entry.room, lease=entry.open.lease))
+        self._counts["failed"] += 1
+        self._remove(entry)
+
+    def _remove(self, entry: _Room) -> None:
+        del self._rooms[entry.room]
+        if entry.rid is not None:
+            self._events.put(Released(entry.room))
+
+    # The loop thread: what decode ranks say.
+
+    def _hello(self) -> Hello:
+        return Hello(
+            version=PROTOCOL_VERSION,
+            role="prefill",
+            node_id=self._node_id,
+            instance=self._instance,
+            verify=self._config.verify,
+            layout=self._layout,
+            session=self._transport.session,
+            placements=self._placements,
+        )
+
+    async def _serve(self, channel: Channel, hello: Hello) -> None:
+        """One decode rank, from its hello to the end of its connection."""
+        if len(hello.placements) != len(self._layout.pools) or not hello.session:
+            raise TransferError(f"{hello.node_id} did not say where its pools are", code="protocol_error")
+        peer = _Peer(Link(channel, hello, self._transport.outbound))
+        worker = threading.Thread(target=self._work, args=(peer,), name=f"transfer-to-{hello.node_id}", daemon=True)
+        worker.start()
+        with self._lock:
+            self._peers.append(peer)
+        log.info("decode rank %s connected from %s", hello.node_id, channel.peer_host)
+        try:
+            await peer.link.pump(lambda message: self._handle(peer, message))
+        finally:
+            self._lose(peer)
+
+    def _handle(self, peer: _Peer, message: Message) -> None:
+        with self._lock:
+            match message:
+                case Open():
+                    self._opened(peer, message)
+                case Accepted():
+                    self._accepted(message)
+                case Abort():
+                    self._aborted(peer, message)
+                case Pong():
+                    pass
+                case _:
+                    raise TransferError(f"unexpected {type(message).__name__} from decode", code="protocol_error")
+
+    def _opened(self, peer: _Peer, message: Open) -> None:
+        refusal = self._refusal(peer.link.peer, message)
+        if refusal is not None:
+            peer.link.channel.send(Failed(room=message.room, lease=message.lease, error=refusal.record()))
+            peer.link.channel.send(Drained(room=message.room, lease=message.lease))
+            return
+        entry = self._rooms.get(message.room)
+        if entry is None:
+            entry = self._add(message.room, self._config.bootstrap_timeout_s, "the prefill leg")
+        entry.open, entry.peer = message, peer
+        if entry.rid is not None:
+            compute_ended = any(isinstance(job, _Finish) for job in entry.waiting)
+            self._begin(entry)
+            if compute_ended:
+                self._set_transfer_deadline(entry)
+
+    def _refusal(self, hello: Hello, message: Open) -> ServingError | None:
+        """Why this room cannot be opened, if so."""
+        entry = self._rooms.get(message.room)
+        if entry is not None and (entry.open is not None or entry.failed):
+            return RequestError(f"room {message.room} is in use", code="room_in_use", status=409)
+        if not 0 <= message.room < ROOM_LIMIT or not 0 <= message.num_cached_pages <= len(message.pages):
+            return RequestError(f"room {message.room}: the offer makes no sense", code="bad_offer")
+        slots = [message.slot] if message.track_slot is None else [message.slot, message.track_slot]
+        for pool, place in zip(self._layout.pools, hello.placements, strict=True):
+            items = message.pages if pool.kind is StateKind.KV else slots
+            if any(not 0 <= item < place.count for item in items):
+                return RequestError(
+                    f"room {message.room}: {pool.kind.value} item outside decode's pool", code="bad_offer"
+                )
+        return None
+
+    def _accepted(self, message: Accepted) -> None:
+        entry = self._rooms.get(message.room)
+        if entry is None or entry.open is None or entry.open.lease != message.lease or entry.failed:
+            return  # it crossed our own Failed
+        if not entry.committed:
+            raise TransferError(f"room {entry.room} was accepted before it was committed", code="protocol_error")
+        self._counts["sent"] += 1
+        self._bytes.update(entry.bytes_by_part)
+        self._events.put(Sent(entry.room, entry.bytes_by_part, time.monotonic() - entry.compute_end_s))
+        self._remove(entry)
+
+    def _aborted(self, peer: _Peer, message: Abort) -> None:
+        """Decode gave up. A room that we do not know (any more) has nothing in flight, unless a write of it failed."""
+        entry = self._rooms.get(message.room)
+        instance = peer.link.peer.instance
+        if entry is not None and _is_lease(entry, instance, message.lease):
+            entry.peer = peer  # it may have re-connected
+            self._fail(entry, from_record(message.error), tell=False)
+        elif (instance, message.lease) not in self._unsure:
+            peer.link.channel.send(Drained(room=message.room, lease=message.lease))
+
+    def _lose(self, peer: _Peer) -> None:
+        error = WorkerError(f"decode rank {peer.link.peer.node_id} is gone", code="peer_lost")
+        with self._lock:
+            self._peers.remove(peer)
+            self._fail_all(peer, error)
+        peer.jobs.put(None)
+
+    def _fail_all(self, peer: _Peer, error: ServingError) -> None:
+        for entry in [entry for entry in self._rooms.values() if entry.peer is peer]:
+            self._fail(entry, error)
+
+    async def _watch(self) -> None:
+        """Look at the clocks."""
+        config = self._config
+        pause_s = tick_s(config.bootstrap_timeout_s, config.transfer_timeout_s, config.liveness_timeout_s)
+        while True:
+            await asyncio.sleep(pause_s)
+            with self._lock:
+                self._check_clocks(time.monotonic())
+
+    def _check_clocks(self, now: float) -> None:
+        for peer in self._peers:
+            if peer.link.beat(self._config.liveness_timeout_s):
+                waited = self._config.liveness_timeout_s
+                name = peer.link.peer.node_id
+                self._fail_all(peer, WorkerError(f"decode rank {name} was silent for {waited} s", code="peer_silent"))
+        for entry in [e for e in self._rooms.values() if e.deadline_s is not None and e.deadline_s < now]:
+            code = "transfer_timeout" if entry.rid and entry.open else "bootstrap_timeout"
+            self._fail(entry, TransferError(f"room {entry.room}: timed out waiting for {entry.waiting_for}", code=code))
+
+    def _any_busy(self) -> bool:
+        with self._lock:
+            return any(entry.busy for entry in self._rooms.values())
+
+    # The worker of one decode rank.
+
+    def _work(self, peer: _Peer) -> None:
+        ahead: tuple[_Room, _Job] | None = None
+        while True:
+            first = ahead or peer.jobs.get()
+            if first is None:
+                return
+            entry, jobs = first[0], [first[1]]
+            ahead = None
+            # What the scheduler sent at once is written at once.
+            while not peer.jobs.empty():
+                following = peer.jobs.get()
+                if following is None:
+                    peer.jobs.put(None)
+                    break
+                if following[0] is not entry:
+                    ahead = following
+                    break
+                jobs.append(following[1])
+            self._perform(entry, jobs)
+
+    def _perform(self, entry: _Room, jobs: Sequence[_Job]) -> None:
+        """Write what the jobs name, then commit if they say so; a failure ends the room."""
+        with self._lock:
+            if entry.failed:
+                return
+            entry.busy = True
+        error: ServingError | None = None
+        try:
+            self._write(entry, jobs)
+        except ServingError as known:
+            error = known
+        except Exception as bug:
+            log.exception("room %s: the transfer worker failed", entry.room)
+            error = TransferError(f"internal error in the transfer of room {entry.room}: {bug}", code="internal")
+        with self._lock:
+            entry.busy = False
+            if error is not None:
+                self._fail(entry, error)
+            self._settle(entry)
+
+    def _write(self, entry: _Room, jobs: Sequence[_Job]) -> None:
+        assert entry.open is not None and entry.peer is not None
+        blocks: list[Block] = []
+        finish: _Finish | None = None
+        for job in jobs:
+            match job:
+                case _Pages():
+                    blocks += self._plan_pages(entry, entry.open, entry.peer, job)
+                case _State():
+                    blocks += self._plan_state(entry, entry.open, entry.peer, job)
+                case _Finish():
+                    finish = job
+        for batch in batches(blocks, MAX_WRITE_BYTES):
+            if entry.failed:
+                return
+            entry.unsure = True
+            self._transport.write(entry.peer.link.peer.session, batch, entry.nth)
+            entry.unsure = False
+        if finish is not None:
+            self._send_commit(entry, entry.open, entry.peer, finish.metadata)
+
+    def _plan_pages(self, entry: _Room, offer: Open, peer: _Peer, job: _Pages) -> list[Block]:
+        """The blocks of the pages that decode does not hold; takes their digest."""
+        skipped = max(0, min(entry.next_page - job.first, len(job.pages)))
+        first, pages = job.first + skipped, job.pages[skipped:]
+        if not pages:
+            return []
+        assert first == entry.next_page, f"room {entry.room}: page {first} sent, {entry.next_page} is next"
+        entry.next_page = first + len(pages)
+        if entry.next_page > len(offer.pages):
+            raise TransferError(
+                f"room {entry.room}: {entry.next_page} pages of KV, decode reserved {len(offer.pages)}",
+                code="too_many_pages",
+            )
+        if entry.digest is not None:
+            entry.digest.update(pages)
+        pairs = list(zip(pages, offer.pages[first : entry.next_page], strict=True))
+        return _count(entry, plan_pages(self._layout, self._placements, peer.link.peer.placements, pairs))
+
+    def _plan_state(self, entry: _Room, offer: Open, peer: _Peer, job: _State) -> list[Block]:
+        track_slot = job.track_slot if offer.track_slot is not None else None
+        if self._reader is not None:
+            entry.digests |= slot_digests(self._reader, job.slot, track_slot, self._config.verify)
+        theirs = peer.link.peer.placements
+        blocks = plan_slot(self._layout, self._placements, theirs, (job.slot, offer.slot), track=False)
+        if track_slot is not None and offer.track_slot is not None:
+            blocks += plan_slot(self._layout, self._placements, theirs, (track_slot, offer.track_slot), track=True)
+        return _count(entry, blocks)
+
+    def _send_commit(self, entry: _Room, offer: Open, peer: _Peer, metadata: HandoffMetadata) -> None:
+        """The last word: every write has completed."""
+        payload = msgspec.msgpack.encode(metadata)
+        if entry.digest is not None:
+            entry.digests |= {
+                KV: entry.digest.digest(),
+                METADATA: metadata_digest(payload, self._config.verify),
+            }
+        sent = self._transport.metadata(payload, entry.nth)
+        commit = Commit(
+            room=entry.room,
+            lease=offer.lease,
+            num_pages=entry.next_page,
+            metadata=sent or b"",
+            digests=entry.digests,
+            bytes_by_part=entry.bytes_by_part,
+            seconds=time.monotonic() - entry.compute_end_s,
+        )
+        with self._lock:
+            if entry.failed:
+                return
+            entry.committed = True
+            if sent is not None:
+                peer.link.channel.send(commit)
+
+
+def _count(entry: _Room, blocks: list[Block]) -> list[Block]:
+    for block in blocks:
+        entry.bytes_by_part[block.part] = entry.bytes_by_part.get(block.part, 0) + block.nbytes
+    return blocks
+
+
+def _is_lease(entry: _Room, instance: str, lease: int) -> bool:
+    """Whether the room was opened by this decode rank, under this lease."""
+    if entry.peer is None or entry.open is None:
+        return False
+    return entry.peer.link.peer.instance == instance and entry.open.lease == lease
+
+
+def _state(entry: _Room) -> str:
+    if entry.failed:
+        return "draining"
+    if entry.rid is None or entry.open is None:
+        return "waiting"
+    return "confirming" if entry.committed else "sending" if entry.busy else "open"

@@ -1,0 +1,92 @@
+"""A listening socket whose clients have to pass the handshake: a bootstrap endpoint, or a prefill rank."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from common.errors import ConfigError, ServingError, WorkerError
+from transfer.channel import Channel, connect
+from transfer.handshake import brief, introduce, welcome
+from transfer.messages import Hello
+
+log = logging.getLogger(__name__)
+
+Serve = Callable[[Channel, Hello], Awaitable[None]]
+
+
+class FrameServer:
+    """Calls `serve` with each connection that passed and its hello; closes the connection when `serve` is done."""
+
+    def __init__(
+        self, host: str, port: int, key: bytes | None, hello: Callable[[], Hello], timeout_s: float, serve: Serve
+    ) -> None:
+        self._host, self._port, self._key = host, port, key
+        self._hello, self._timeout_s, self._serve = hello, timeout_s, serve
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        assert self._listener is not None, "the server was not started"
+        return self._host, int(self._listener.getsockname()[1])
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError when the address cannot be had."""
+        try:
+            self._listener = socket.create_server((self._host, self._port), backlog=256)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}", code="port_taken"
+            ) from error
+        self._listener.setblocking(False)
+        self._spawn(self._accept(self._listener))
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(listener)
+            self._spawn(self._talk(Channel(sock, loop)))
+
+    async def _talk(self, channel: Channel) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                hello = await welcome(channel, self._key, self._hello())
+            await self._serve(channel, hello)
+        except TimeoutError:
+            log.warning("%s did not finish the handshake in %s s", channel.peer_host, self._timeout_s)
+        except ServingError as error:
+            log.info("connection from %s ended: %s", channel.peer_host, brief(error))
+        finally:
+            channel.close()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def dial(host: str, port: int, key: bytes | None, hello: Hello, timeout_s: float) -> tuple[Channel, Hello]:
+    """Connect and pass the handshake. Raises WorkerError, ConfigError or TransferError."""
+    channel: Channel | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            channel = await connect(host, port)
+            return channel, await introduce(channel, key, hello)
+    except BaseException as error:
+        if channel is not None:
+            channel.close()
+        if isinstance(error, TimeoutError):
+            raise WorkerError(f"{host}:{port} did not answer in {timeout_s} s", code="bootstrap_timeout") from error
+        raise
