@@ -1,1 +1,1 @@
-""""""
+"""The `tandem` command: fills configurations, starts processes, prints. Decides nothing that a library should."""

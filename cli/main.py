@@ -1,0 +1,174 @@
+"""The `tandem` command. A setting that cannot work prints one line and exits 2; anything else that fails exits 1."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from cli.lifeline import die_with_parent
+from cli.settings import BUNDLED_MODEL, LOG_LEVELS, node_config, node_options
+from common.config import Role, RouterConfig, WorkerAddress, check_node_config
+from common.errors import ConfigError, ServingError
+
+parent_pid_option = click.option("--parent-pid", type=int, hidden=True, help="End when this process, our parent, ends")
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the `tandem` command."""
+    try:
+        tandem.main(args=arguments, prog_name="tandem", standalone_mode=False)
+    except ServingError as error:
+        _fail(error.message, 2 if isinstance(error, ConfigError) else 1)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+    except click.ClickException as error:
+        _fail(error.format_message(), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(0)
+    sys.exit(0)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    click.echo(f"tandem: error: {message}", err=True)
+    sys.exit(status)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="tandem-serve", prog_name="tandem")
+def tandem() -> None:
+    """Prefill and decode of hybrid models in separate processes."""
+
+
+def _node_command(role: Role, about: str) -> None:
+    @tandem.command(role.value, help=about)
+    @node_options
+    @parent_pid_option
+    def command(parent_pid: int | None, **values: Any) -> None:
+        config = check_node_config(node_config(role, values))
+        die_with_parent(parent_pid)
+        from node.front import serve
+
+        serve(config)
+
+
+_node_command(Role.PREFILL, "A prefill node: computes prompts and writes their state into decode nodes.")
+_node_command(Role.DECODE, "A decode node: takes the state of prompts and makes the answers.")
+_node_command(Role.UNIFIED, "A node that does both: the reference for everything else.")
+
+
+@tandem.command()
+@click.option("--host", default=RouterConfig().host, show_default=True, help="Address to listen on")
+@click.option("--port", type=int, default=RouterConfig().port, show_default=True, help="Port to listen on")
+@click.option(
+    "--prefill",
+    type=(str, int),
+    multiple=True,
+    metavar="URL BOOTSTRAP_PORT",
+    help="A prefill worker; may be given several times",
+)
+@click.option("--decode", multiple=True, metavar="URL", help="A decode worker; may be given several times")
+@click.option("--health-interval", type=float, default=1.0, show_default=True, help="Seconds between two checks")
+@click.option("--connect-timeout", type=float, default=2.0, show_default=True, help="Seconds to open a connection")
+@click.option("--idle-timeout", type=float, default=300.0, show_default=True, help="Seconds between two bytes")
+@click.option("--max-body-bytes", type=int, default=RouterConfig().max_body_bytes, show_default=True)
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@click.option("--pd-disaggregation", is_flag=True, hidden=True, help="Always so; accepted for SGLang's command lines")
+@parent_pid_option
+def router(
+    prefill: tuple[tuple[str, int], ...],
+    decode: tuple[str, ...],
+    health_interval: float,
+    connect_timeout: float,
+    idle_timeout: float,
+    log_level: str,
+    pd_disaggregation: bool,
+    parent_pid: int | None,
+    **values: Any,
+) -> None:
+    """The front door: spreads requests over pairs of prefill and decode workers."""
+    from common.logs import configure_logging
+    from router.app import serve
+
+    config = RouterConfig(
+        prefill=tuple(WorkerAddress(url=url, bootstrap_port=port) for url, port in prefill),
+        decode=tuple(WorkerAddress(url=url) for url in decode),
+        health_interval_s=health_interval,
+        connect_timeout_s=connect_timeout,
+        idle_timeout_s=idle_timeout,
+        log_level=log_level,
+        **values,
+    )
+    configure_logging(log_level, "router")
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGTERM, _exit_quietly)
+    serve(config)
+
+
+def _exit_quietly(*_: object) -> None:
+    """uvicorn raises the signal again once it has shut down: by then nothing is left to do."""
+    logging.shutdown()
+    sys.exit(0)
+
+
+@tandem.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the router")
+@click.option("--port", type=int, default=30000, show_default=True, help="Port of the router")
+@click.option("--model-path", default=str(BUNDLED_MODEL), show_default="the bundled tandem-mini")
+@click.option("--transport", type=click.Choice(["mooncake", "loopback"]), default="mooncake", show_default=True)
+@click.option("--threads", type=int, default=None, help="torch threads of each node; half of the cores by default")
+@click.option("--start-timeout", type=float, default=300.0, show_default=True, help="Seconds until all must be ready")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
+@click.option("--once", is_flag=True, help="Ask the question, then stop")
+def up(**values: Any) -> None:
+    """Router, prefill node and decode node on this machine, and a first question."""
+    from cli.up import Options, run
+
+    sys.exit(run(Options(**values)))
+
+
+@tandem.command()
+@click.argument("text")
+@click.option("--url", default="http://127.0.0.1:30000", show_default=True, help="Router or node")
+@click.option("--max-new-tokens", type=int, default=200, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True)
+@click.option("--stop", multiple=True, help="Stop string; may be given several times")
+@click.option("--question", is_flag=True, help="TEXT is a word problem: put it as tandem-mini was taught")
+@click.option("--no-stream", is_flag=True, help="Print the answer when it is complete")
+def generate(**values: Any) -> None:
+    """Continue TEXT, printing tokens as they come."""
+    from cli.generate import Options, run
+
+    run(Options(**values))
+
+
+@tandem.command()
+@click.option("--model-path", default=str(BUNDLED_MODEL), show_default="the bundled tandem-mini")
+@click.option("--port", type=int, multiple=True, default=(30000, 8998), show_default=True, help="Ports to try")
+def doctor(model_path: str, port: tuple[int, ...]) -> None:
+    """Check what serving needs of this machine. Exits 1 when something is missing."""
+    from cli.doctor import run
+
+    sys.exit(run(model_path, port))
+
+
+@tandem.command(context_settings={"ignore_unknown_options": True})
+@click.argument("name", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--all", "run_all", is_flag=True, help="Run every benchmark")
+def bench(name: str | None, arguments: tuple[str, ...], run_all: bool) -> None:
+    """List the benchmarks, or run the one called NAME with ARGUMENTS."""
+    from cli.bench import list_scripts, run_scripts
+
+    if name is None and not run_all:
+        list_scripts()
+    else:
+        sys.exit(run_scripts(name, arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The options of a node, as a table: which field of which part of `NodeConfig` each one fills."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from common.config import (
+    DType,
+    EngineConfig,
+    LoopbackFaults,
+    ModelConfig,
+    NodeConfig,
+    Protocol,
+    Role,
+    ServerConfig,
+    TransferConfig,
+    TransportName,
+    Verify,
+)
+from common.errors import ConfigError
+
+BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "models" / "tandem-mini"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+_DEFAULTS: dict[str, msgspec.Struct] = {
+    "model": ModelConfig(path=str(BUNDLED_MODEL)),
+    "engine": EngineConfig(),
+    "transfer": TransferConfig(),
+    "server": ServerConfig(),
+    "faults": LoopbackFaults(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """section, field: what it fills. flags: its names, the first one is shown in errors. kind: int, float, str, an enum
+    or a tuple of words."""
+
+    section: str
+    field: str
+    flags: tuple[str, ...]
+    kind: Any
+    help: str
+    hidden: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.section}__{self.field}"
+
+    def option(self) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        default = _default(self)
+        return click.option(
+            *self.flags,
+            self.name,
+            type=_click_type(self.kind),
+            default=default,
+            show_default=default not in (None, ""),
+            hidden=self.hidden,
+            help=self.help,
+        )
+
+
+def _default(setting: Setting) -> Any:
+    default = getattr(_DEFAULTS[setting.section], setting.field)
+    return default.value if isinstance(default, enum.Enum) else default
+
+
+def _click_type(kind: Any) -> Any:
+    if isinstance(kind, tuple):
+        return click.Choice(kind)
+    if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
+        return click.Choice([member.value for member in kind])
+    return kind
+
+
+_PARTS = ("kv", "conv", "ssm", "metadata")
+
+NODE_SETTINGS = (
+    Setting("model", "path", ("--model-path", "--model"), str, "Hugging Face folder of the model"),
+    Setting("model", "served_name", ("--served-model-name",), str, "Name that clients use; the folder's by default"),
+    Setting("model", "dtype", ("--dtype",), DType, "Of weights, KV and conv state"),
+    Setting("model", "ssm_dtype", ("--mamba-ssm-dtype",), DType, "Of the SSM state"),
+    Setting("model", "device", ("--device",), str, "torch device of the rank"),
+    Setting("server", "host", ("--host",), str, "Address to listen on"),
+    Setting("server", "port", ("--port",), int, "Port to listen on"),
+    Setting("server", "bootstrap_host", ("--bootstrap-host",), str, "Address where a prefill node opens rooms"),
+    Setting(
+        "server",
+        "bootstrap_port",
+        ("--disaggregation-bootstrap-port", "--bootstrap-port"),
+        int,
+        "Port where a prefill node opens rooms",
+    ),
+    Setting("server", "max_body_bytes", ("--max-body-bytes",), int, "Largest request body"),
+    Setting("server", "log_level", ("--log-level",), LOG_LEVELS, "Least severe level that is logged"),
+    Setting("engine", "page_size", ("--page-size",), int, "Tokens in a KV page"),
+    Setting("engine", "max_total_tokens", ("--max-total-tokens",), int, "Tokens that all KV pages hold"),
+    Setting("engine", "max_state_slots", ("--max-mamba-cache-size",), int, "State slots; slot 0 is reserved"),
+    Setting("engine", "max_running_requests", ("--max-running-requests",), int, "Sequences decoded at once"),
+    Setting("engine", "chunked_prefill_size", ("--chunked-prefill-size",), int, "Prompt tokens computed in one step"),
+    Setting("engine", "context_length", ("--context-length",), int, "Longest sequence; the model's own by default"),
+    Setting("engine", "threads", ("--threads",), int, "torch threads of the rank"),
+    Setting("transfer", "transport", ("--transport",), TransportName, "What carries the state between nodes"),
+    Setting("transfer", "protocol", ("--transfer-protocol",), Protocol, "What Mooncake uses"),
+    Setting(
+        "transfer", "device", ("--transfer-device", "--disaggregation-ib-device"), str, "RDMA devices, comma separated"
+    ),
+    Setting("transfer", "host", ("--transfer-host",), str, "Address that peers reach this node's memory at"),
+    Setting("transfer", "verify", ("--verify",), Verify, "How decode checks what arrived"),
+    Setting("transfer", "cluster_key_file", ("--cluster-key-file",), str, "Shared secret; none: loopback peers only"),
+    Setting("transfer", "bootstrap_timeout_s", ("--bootstrap-timeout",), float, "Seconds until both legs have met"),
+    Setting("transfer", "transfer_timeout_s", ("--transfer-timeout",), float, "Seconds for a hand-off's writes"),
+    Setting("transfer", "first_token_timeout_s", ("--first-token-timeout",), float, "Seconds until the first token"),
+    Setting("transfer", "liveness_timeout_s", ("--liveness-timeout",), float, "Seconds of silence of a dead peer"),
+    Setting("faults", "flip", ("--fault-flip",), _PARTS, "Tests: flip a byte of this part", hidden=True),
+    Setting("faults", "zero", ("--fault-zero",), _PARTS, "Tests: write zeros in place of this part", hidden=True),
+    Setting("faults", "drop", ("--fault-drop",), _PARTS, "Tests: do not write this part", hidden=True),
+    Setting("faults", "every", ("--fault-every",), int, "Tests: only in every n-th room", hidden=True),
+    Setting("faults", "delay_s", ("--fault-delay",), float, "Tests: seconds before each write", hidden=True),
+    Setting("faults", "bandwidth_bytes_s", ("--fault-bandwidth",), float, "Tests: bytes a second", hidden=True),
+)
+
+
+def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command every option of a node; it gets them as keywords for `node_config`."""
+    for setting in reversed(NODE_SETTINGS):
+        command = setting.option()(command)
+    return command
+
+
+def node_config(role: Role, values: dict[str, Any]) -> NodeConfig:
+    """values: by `Setting.name`. Raises ConfigError when faults are asked of a transport that injects none."""
+    for setting in NODE_SETTINGS:
+        asked = setting.section == "faults" and values[setting.name] != _default(setting)
+        if asked and values["transfer__transport"] != TransportName.LOOPBACK.value:
+            raise ConfigError(f"{setting.flags[0]}: only with --transport loopback", param=setting.flags[0][2:])
+    parts: dict[str, dict[str, Any]] = {section: {} for section in _DEFAULTS}
+    for setting in NODE_SETTINGS:
+        parts[setting.section][setting.field] = values[setting.name]
+    parts["transfer"]["faults"] = parts.pop("faults")
+    return msgspec.convert({"role": role, **parts}, NodeConfig)
