@@ -14,7 +14,6 @@ from common.sampling import FinishReason, SamplingParams
 
 _UNFINISHED = "\ufffd"  # what decoders write for the bytes of an incomplete character
 _QUARTERS = 4  # a character of UTF-8 has at most 4 bytes, so a token with any byte of one is at least a quarter of it
-_MARGIN_CHARS = 4  # decoded in front of the tail, since a tail that starts inside a character or word decodes otherwise
 
 
 class StopChecker:
@@ -53,21 +52,36 @@ class StopChecker:
     def _stop_string(self, stops: tuple[str, ...], output_ids: Sequence[int]) -> str | None:
         if not output_ids or self._quarters_of(output_ids[-1]) == 0:
             return None
-        tail = output_ids[self._tail_start(output_ids, max(map(len, stops))) :]
-        text = _finished(self._decode(tail))
+        start, text = self._tail(output_ids, max(map(len, stops)))
         if not any(stop in text for stop in stops):
             return None
-        found = find_stop(text, stops, len(_finished(self._decode(tail[:-1]))))
+        before = self._decode(output_ids[start:-1])
+        found = find_stop(_finished(text), stops, len(_finished(before)))
         return None if found is None else found[1]
 
-    def _tail_start(self, output_ids: Sequence[int], longest: int) -> int:
-        """Where to start decoding: with `longest` characters and a margin in front of the newest token, or with all."""
+    def _tail(self, output_ids: Sequence[int], longest: int) -> tuple[int, str]:
+        """Where the tail starts and its text: `longest` characters in front of the newest token's, or the whole answer.
+
+        A stop string needs one character less: the first may be a space that the decoder drops.
+        """
         start = len(output_ids) - 1
-        missing = _QUARTERS * (longest + _MARGIN_CHARS)
+        missing = _QUARTERS * longest
         while start > 0 and missing > 0:
             start -= 1
             missing -= self._quarters_of(output_ids[start])
-        return start
+        return self._from_character(output_ids, start)
+
+    def _from_character(self, output_ids: Sequence[int], start: int) -> tuple[int, str]:
+        """Decode from `start`, or from up to three tokens earlier so as not to begin inside a character.
+
+        That would spoil more than the one: some decoders give up a whole run of byte tokens for a wrong one.
+        """
+        text = self._decode(output_ids[start:])
+        earliest = max(0, start - _QUARTERS + 1)
+        while start > earliest and text.startswith(_UNFINISHED):
+            start -= 1
+            text = self._decode(output_ids[start:])
+        return start, text
 
     def _quarters_of(self, token_id: int) -> int:
         """The least text, in quarters of a character, that this token adds anywhere; 0 for one that is never shown.

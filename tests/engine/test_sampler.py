@@ -202,6 +202,14 @@ def test_no_rows() -> None:
     assert sample(torch.empty(0, 8), [], eos_ids=EOS) == []
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_bad_number_is_enough(bad: float) -> None:
+    logits = torch.zeros(3, 9)
+    logits[2, 8] = bad
+    with pytest.raises(NonFiniteLogits, match=r"rows \[2\]"):
+        tokens(logits, [row()] * 3)
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"logit_bias": ((1, 5.0),)}, {"top": 2}])
 def test_rows_without_a_distribution_are_named(options: dict[str, Any]) -> None:
     logits = torch.randn(6, 9)
@@ -293,6 +301,7 @@ def test_top_p_keeps_the_fewest_that_reach_it() -> None:
     assert drawn(logits, top_p=0.71) == {1, 2, 3}
     assert drawn(logits, top_p=0.91) == {0, 1, 2, 3}
     assert drawn([0.0] * 4, top_p=0.5) == {0, 1}
+    assert drawn([0.0, 1.0, 0.0], top_p=0.0) == {1}
 
 
 def test_top_p_is_of_what_top_k_left() -> None:
@@ -407,6 +416,14 @@ def test_the_draw_depends_on_seed_and_index_only() -> None:
     assert base != tokens(logits, [row(temperature=1.0, sampling_seed=6, output=[1, 2])])
     assert base != tokens(logits, [row(temperature=1.0, sampling_seed=5, output=[1, 2, 3])])
     assert base == [int(uniform(5, 2) * 1000)]
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0.0, 1), (0.5 - 2**-53, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_a_draw_on_the_border_never_hits_a_masked_token(
+    number: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.sampler.uniform", lambda seed, index: number)
+    assert one([-math.inf, 1.0, -math.inf, 1.0, -math.inf], temperature=1.0) == expected
 
 
 _CHILD = """

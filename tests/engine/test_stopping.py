@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -18,23 +19,38 @@ FIRST_PIECE = 10
 
 
 class Toy:
-    """A byte-level vocabulary: whole pieces, single bytes, special tokens. Counts what it is asked to decode."""
+    """A byte-level vocabulary: whole pieces, single bytes, special tokens. Counts what it is asked to decode.
 
-    def __init__(self, strips_leading_space: bool = False) -> None:
+    strips_leading_space, byte_fallback: what sentencepiece decoders do: drop the space that a text begins with; write a
+    run of byte tokens as one replacement character a byte unless the whole run is valid.
+    """
+
+    def __init__(self, *, strips_leading_space: bool = False, byte_fallback: bool = False) -> None:
         self.num_decoded = 0
         self.strips_leading_space = strips_leading_space
+        self.byte_fallback = byte_fallback
 
     def decode(self, token_ids: Sequence[int]) -> str:
         self.num_decoded += len(token_ids)
-        text = b"".join(map(self._bytes, token_ids)).decode("utf-8", errors="replace")
+        if self.byte_fallback:
+            runs = itertools.groupby(token_ids, lambda token_id: token_id >= FIRST_BYTE)
+            text = "".join(self._run(list(run)) for _, run in runs)
+        else:
+            text = self._bytes(token_ids).decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self.strips_leading_space else text
 
-    def _bytes(self, token_id: int) -> bytes:
-        if token_id in (EOS, SPECIAL):
-            return b""
-        if token_id >= FIRST_BYTE:
-            return bytes([token_id - FIRST_BYTE])
-        return PIECES[token_id - FIRST_PIECE].encode()
+    def _run(self, token_ids: list[int]) -> str:
+        try:
+            return self._bytes(token_ids).decode()
+        except UnicodeDecodeError:
+            return "�" * len(token_ids)
+
+    def _bytes(self, token_ids: Sequence[int]) -> bytes:
+        return b"".join(
+            bytes([t - FIRST_BYTE]) if t >= FIRST_BYTE else PIECES[t - FIRST_PIECE].encode()
+            for t in token_ids
+            if t not in (EOS, SPECIAL)
+        )
 
 
 def ids(*pieces: str | bytes) -> list[int]:
@@ -133,6 +149,15 @@ class TestStrings:
         assert run(SamplingParams(stop=("�",)), ids("a", "日".encode(), "b")) == (5, None)
         assert run(SamplingParams(stop=("a�",)), ids("a", "�", "b")) == (3, stop("a�"))
 
+    @pytest.mark.parametrize("byte_fallback", [False, True])
+    @pytest.mark.parametrize("matched", ["。", "です。", "語で", "🎉。", "é🎉。x", "🎉。xab"])
+    def test_a_tail_that_would_start_inside_a_character(self, matched: str, byte_fallback: bool) -> None:
+        text = "日本語でé🎉。xab"
+        tokens = ids(("日本" * 9).encode(), "日本語です。".encode() if matched in "です。" else text.encode())
+        count, reason = run(SamplingParams(stop=(matched,)), tokens, Toy(byte_fallback=byte_fallback))
+        assert reason == stop(matched)
+        assert Toy().decode(tokens[:count]).endswith(matched)
+
     def test_a_space_that_the_decoder_drops_at_the_start(self) -> None:
         tokens = ids("a", " ", "b")
         assert run(SamplingParams(stop=("a ",)), tokens, Toy(strips_leading_space=True)) == (2, stop("a "))
@@ -168,12 +193,17 @@ class TestStrings:
         for _ in range(400):
             tokens = [rng.choice(pieces) for _ in range(rng.randint(1, 40))]
             alphabet = "ab\né日本 "
-            stops = tuple("".join(rng.choices(alphabet, k=rng.randint(1, 5))) for _ in range(rng.randint(1, 4)))
+            stops = ("".join(rng.choices(alphabet, k=rng.randint(1, 3))), some_part(rng, Toy().decode(tokens)))
             params = SamplingParams(stop=stops, min_new_tokens=rng.choice([0, 0, 5, 20]), max_new_tokens=35)
             expected = twin(params, tokens)
             assert run(params, tokens) == expected
             ends += expected[1] is not None and expected[1].type == "stop"
         assert 100 < ends < 390
+
+
+def some_part(rng: random.Random, text: str) -> str:
+    start = rng.randrange(len(text) + 1)
+    return text[start : start + rng.randint(2, 9)]
 
 
 def twin(params: SamplingParams, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
@@ -183,7 +213,7 @@ def twin(params: SamplingParams, tokens: Sequence[int]) -> tuple[int, FinishReas
         before, finished = finished, toy.decode(tokens[:count]).rstrip("�")
         if count >= params.min_new_tokens:
             for start in range(len(finished)):
-                for candidate in sorted(params.stop, key=len):
+                for candidate in sorted(filter(None, params.stop), key=len):
                     end = start + len(candidate)
                     if finished[start:end] == candidate and end > len(before):
                         return count, stop(candidate)
