@@ -90,7 +90,7 @@ class Answer:
             self._end(update.finish, update.timing, length_before)
 
     def take_due(self) -> bool:
-        """Whether an event is due now, which then counts as made: at the first token, at every stream_interval-th one after it and at the end."""
+        """Whether an event is due (it then counts as made): at the first token, each stream_interval-th and the end."""
         since = len(self._output_ids) - self._num_reported
         due = self.is_finished or self._num_reported == 0 or since >= self._submit.sampling.stream_interval
         if due:

@@ -184,7 +184,7 @@ def _read_prompts(raw: dict[str, Any], limits: ServingLimits) -> tuple[str, list
     if text is None and input_ids is None:
         raise RequestError("text or input_ids: one of them must be given", param="text")
     if text is not None and input_ids is not None:
-        raise RequestError("text and input_ids: only one of them may be given", param="input_ids")
+        raise RequestError("input_ids: text is given too, but only one of them may be", param="input_ids")
     if text is not None:
         prompts, is_batch = _read_texts(text)
         return "text", prompts, is_batch

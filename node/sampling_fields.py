@@ -49,7 +49,7 @@ _KNOWN = _BOOLS | _LISTS | _UNSUPPORTED | {"n", *_NUMBERS}
 
 
 class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt's sampling_params. is_length_open: the client sent `max_new_tokens: null`, as long as memory allows.
+    """One prompt's sampling_params. is_length_open: the client named no length, so the answer may be cut to what fits.
 
     params.sampling_seed is the client's, or a random one.
     """
@@ -83,13 +83,12 @@ def read_sampling(where: str, raw: Any, vocab_size: int) -> SamplingRequest:
         values[name] = read_bool(f"{where}.{name}", given[name])
     for name in given.keys() & _LISTS:
         values[name] = _read_list(f"{where}.{name}", name, given[name], vocab_size)
-    is_length_open = "max_new_tokens" in raw and raw["max_new_tokens"] is None
-    if is_length_open:
-        values["max_new_tokens"] = MAX_COUNT
+    if "max_new_tokens" in raw and raw["max_new_tokens"] is None:
+        values["max_new_tokens"] = MAX_COUNT  # null: as long as fits; left out: the default
     return SamplingRequest(
         params=_check_together(where, SamplingParams(**values)),
         num_samples=read_number(f"{where}.n", given.get("n", 1), _SAMPLES),
-        is_length_open=is_length_open,
+        is_length_open="max_new_tokens" not in given,
     )
 
 

@@ -1,0 +1,198 @@
+"""The HTTP front of a node: SGLang's endpoints over the node's ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from common.config import NodeConfig, Role
+from common.errors import ErrorRecord, RequestError, ServingError, WorkerError
+from common.sampling import LogprobOptions, SamplingParams
+from node.exchange import Exchange
+from node.fields import NumberRule, read_bool, read_number, read_string
+from node.generate import Generator, error_response, json_response, read_body
+from node.info import model_info, server_info
+from node.limits import ServingLimits
+from node.messages import Submit
+from node.rank_client import RankClient
+from node.requests import GenerateRequest, decode_object
+from node.tokenizer import Tokenizer
+
+HEALTH_TIMEOUT_S = 20.0
+FLUSH_RETRY_S = 0.05
+
+_FLUSH_TIMEOUT = NumberRule(integer=False, low=0, high=600)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingNode:
+    """What the endpoints work with, complete once the ranks are ready. bootstrap_port: of a prefill node."""
+
+    config: NodeConfig
+    limits: ServingLimits
+    tokenizer: Tokenizer
+    client: RankClient
+    bootstrap_port: int | None
+
+    @property
+    def query_timeout_s(self) -> float:
+        return self.config.transfer.liveness_timeout_s
+
+    def check_alive(self) -> None:
+        """Raises the error of a rank that is dead."""
+        for error in self.client.errors():
+            raise error
+
+    async def query_all(self, what: str) -> list[dict[str, Any]]:
+        """One answer a rank. Raises the first rank's error."""
+        ranks = range(self.client.num_ranks)
+        return await asyncio.gather(*(self.client.query(r, what, timeout_s=self.query_timeout_s) for r in ranks))
+
+
+def create_app(node: ServingNode) -> FastAPI:
+    app = FastAPI(title="tandem", openapi_url=None, redirect_slashes=False)
+    generator = Generator(node.config, node.limits, node.tokenizer, node.client)
+    # The token path goes past FastAPI's parameter machinery: the endpoint gets the raw request.
+    app.add_route("/generate", generator.respond, methods=["POST"])
+    _add_errors(app)
+    _add_health(app, node)
+    _add_info(app, node)
+    _add_control(app, node)
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ServingError)
+    async def serving_error(request: Request, error: ServingError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        known = {404: f"no such path: {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+        record = ErrorRecord(
+            type=RequestError.type,
+            code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error"),
+            message=known.get(error.status_code, str(error.detail)),
+            status=error.status_code,
+            retryable=False,
+        )
+        response = json_response(record.body(), error.status_code)
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def our_error(request: Request, error: Exception) -> Response:
+        return error_response(ServingError(f"internal error: {type(error).__name__}"))
+
+
+def _add_health(app: FastAPI, node: ServingNode) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        node.check_alive()
+        return json_response({"status": "ok"})
+
+    @app.get("/health_generate")
+    async def health_generate() -> Response:
+        node.check_alive()
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await _probe(node)
+        except TimeoutError:
+            raise WorkerError(f"no token in {HEALTH_TIMEOUT_S:g} s", code="rank_silent") from None
+        return json_response({"status": "ok"})
+
+
+async def _probe(node: ServingNode) -> None:
+    """Make one token at every rank; a prefill rank, which needs a room for that, answers a question instead."""
+    if node.limits.role is Role.PREFILL:
+        await node.query_all("state")
+        return
+    await asyncio.gather(*(_make_token(node, rank) for rank in range(node.client.num_ranks)))
+
+
+async def _make_token(node: ServingNode, rank: int) -> None:
+    submit = Submit(
+        rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
+        token_ids=[node.limits.vocab_size - 1],
+        sampling=SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True),
+        logprobs=LogprobOptions(),
+        room=None,
+        arrival_s=time.monotonic(),
+    )
+    request = GenerateRequest(
+        submits=[submit], is_list=False, group=None, dp_rank=rank, stream=False, return_text=False
+    )
+    exchange = Exchange(node.client, node.tokenizer, request)
+    exchange.start()
+    try:
+        await exchange.result()
+    finally:
+        if not exchange.is_finished:
+            exchange.abandon(WorkerError("the health check gave up"))
+
+
+def _add_info(app: FastAPI, node: ServingNode) -> None:
+    @app.get("/model_info")
+    @app.get("/get_model_info")
+    async def get_model_info() -> Response:
+        return json_response(model_info(node.config))
+
+    @app.get("/server_info")
+    @app.get("/get_server_info")
+    async def get_server_info() -> Response:
+        info = server_info(node.config, node.limits, node.client.readies(), bootstrap_port=node.bootstrap_port)
+        states = await asyncio.gather(*(_state(node, rank) for rank in range(node.client.num_ranks)))
+        return json_response({**info, "internal_states": states})
+
+
+async def _state(node: ServingNode, rank: int) -> dict[str, Any]:
+    """A rank's counters, or the error that it cannot tell them for."""
+    try:
+        return await node.client.query(rank, "state", timeout_s=node.query_timeout_s)
+    except ServingError as error:
+        return error.record().body()
+
+
+def _add_control(app: FastAPI, node: ServingNode) -> None:
+    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    async def flush_cache(request: Request) -> Response:
+        deadline = time.monotonic() + _read_timeout(request.query_params.get("timeout"))
+        while True:
+            try:
+                await node.query_all("flush")
+                return json_response({"success": True, "message": "Cache flushed."})
+            except WorkerError:
+                raise
+            except ServingError as error:  # in use: the caller's fault here, whatever the rank calls it
+                if time.monotonic() >= deadline:
+                    message = f"the cache was not flushed: {error.message}"
+                    raise RequestError(message, code="flush_refused") from error
+            await asyncio.sleep(FLUSH_RETRY_S)
+
+    @app.post("/abort_request")
+    async def abort_request(request: Request) -> Response:
+        raw = decode_object(await read_body(request, node.config.server.max_body_bytes))
+        if read_bool("abort_all", raw.get("abort_all") or False):
+            node.client.abort_all("aborted by request")
+        elif raw.get("rid") is None:
+            raise RequestError("rid or abort_all: one of them must be given", param="rid")
+        else:
+            for rid in raw["rid"] if isinstance(raw["rid"], list) else [raw["rid"]]:
+                rids = node.client.rids_of(read_string("rid", rid, max_length=1024))
+                node.client.abort(rids, "aborted by request")
+        return json_response({"success": True})
+
+
+def _read_timeout(text: str | None) -> float:
+    try:
+        value = float(text or 0)
+    except ValueError:
+        raise RequestError(f"timeout: {text} is not a number of seconds", param="timeout") from None
+    return float(read_number("timeout", value, _FLUSH_TIMEOUT))

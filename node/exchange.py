@@ -1,0 +1,96 @@
+"""One /generate request while it runs: its sequences at the ranks, its answers growing in the front."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.types import Receive
+
+from common.errors import ServingError, from_record
+from node.answers import Answer
+from node.messages import Failure
+from node.rank_client import Mailbox, RankClient, client_gone
+from node.requests import GenerateRequest
+from node.tokenizer import Tokenizer
+
+
+class Exchange:
+    """Made by `start`. Read with `advance` until `is_finished`; `abandon` ends it early.
+
+    One failed sequence fails the request: the others are aborted.
+    """
+
+    def __init__(self, client: RankClient, tokenizer: Tokenizer, request: GenerateRequest) -> None:
+        self._client = client
+        self._request = request
+        self._mailbox = Mailbox()
+        self._answers = {
+            submit.rid: Answer(submit, tokenizer, return_text=request.return_text) for submit in request.submits
+        }
+        self._places = {submit.rid: i for i, submit in enumerate(request.submits)}
+        self._unfinished = set(self._answers)
+
+    @property
+    def is_finished(self) -> bool:
+        return not self._unfinished
+
+    def start(self) -> None:
+        """Submit all sequences. Raises RequestError (rid or room in use) or WorkerError (rank dead)."""
+        request = self._request
+        self._client.submit(request.submits, self._mailbox, group=request.group, rank=request.dp_rank)
+
+    async def advance(self) -> list[str]:
+        """Wait for news; the rids that have any. Raises the error of a sequence that failed, or that of `abandon`."""
+        items = await self._mailbox.take()
+        for item in items:
+            if isinstance(item, Failure):
+                self._unfinished.discard(item.rid)
+                error = from_record(item.error)
+                self.abandon(error)
+                raise error
+            self._answers[item.rid].feed(item)
+            if item.finish is not None:
+                self._unfinished.discard(item.rid)
+        return list(dict.fromkeys(item.rid for item in items))
+
+    async def result(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """Wait for the end; the body of the JSON answer."""
+        while not self.is_finished:
+            await self.advance()
+        objects = [answer.object() for answer in self._answers.values()]
+        return objects if self._request.is_list else objects[0]
+
+    def due_objects(self, rids: list[str]) -> list[dict[str, Any]]:
+        """The stream objects to send now for these sequences; in a list answer each has its `index`."""
+        objects = []
+        for rid in rids:
+            if self._answers[rid].take_due():
+                value = self._answers[rid].object()
+                if self._request.is_list:
+                    value["index"] = self._places[rid]
+                objects.append(value)
+        return objects
+
+    def abandon(self, error: ServingError) -> None:
+        """End what still runs; a reader that waits gets the error."""
+        self._client.abort(self._unfinished, error.message)
+        self._mailbox.close(error)
+
+    @asynccontextmanager
+    async def while_connected(self, receive: Receive) -> AsyncIterator[None]:
+        """Abandon the request as soon as its client disconnects, or when the block is left before its end."""
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            if not self.is_finished:
+                self.abandon(client_gone())
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.abandon(client_gone())

@@ -1,0 +1,287 @@
+"""The front process of a node: starts the ranks, serves HTTP, ends the ranks.
+
+    check ports ──► start ranks ──► all Ready ──► (bootstrap endpoint) ──► HTTP … SIGTERM ──► Shutdown ──► exit
+
+No torch here: the front is small and starts quickly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import importlib.util
+import logging
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from common.config import NodeConfig, Role, ServerConfig, check_node_config
+from common.errors import ConfigError, WorkerError
+from common.logs import configure_logging
+from node.app import ServingNode, create_app
+from node.bootstrap import StartBootstrap, start_bootstrap
+from node.limits import ServingLimits
+from node.messages import Ready
+from node.processes import RankProcess, rank_command, start_rank
+from node.rank_client import RankClient
+from node.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+LISTEN_BACKLOG = 2048
+KEEP_ALIVE_S = 75
+HTTP_STOP_S = 3
+RANK_STOP_S = 5.0
+RANK_START_S = 1800.0
+LAST_WORDS_S = 0.5
+MAX_IPC_PATH = 80
+
+
+def serve(
+    config: NodeConfig,
+    *,
+    command: list[str] | None = None,
+    num_ranks: int = 1,
+    bootstrap: StartBootstrap = start_bootstrap,
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    command: how to start a rank; `--ipc DIR --rank R` is added, the config goes to its stdin as JSON. Raises
+    ConfigError for settings that cannot work, a port that is taken among them, and WorkerError when a rank dies before
+    it is ready.
+    """
+    configure_logging(config.server.log_level, f"{config.role.value}/front")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    check_node_config(config)
+    tokenizer = load_tokenizer(config.model.path)
+    with bind(config.server.host, config.server.port, "port") as listener, ipc_directory() as ipc_dir:
+        _check_bootstrap_port(config)
+        front = _Front(
+            config=config,
+            command=command or rank_command(config.role),
+            num_ranks=num_ranks,
+            start_bootstrap=bootstrap,
+            tokenizer=tokenizer,
+            listener=listener,
+            ipc_dir=ipc_dir,
+        )
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(front.run())
+
+
+@dataclass(kw_only=True)
+class _Front:
+    config: NodeConfig
+    command: list[str]
+    num_ranks: int
+    start_bootstrap: StartBootstrap
+    tokenizer: Tokenizer
+    listener: socket.socket
+    ipc_dir: Path
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stopping.set)
+        client = RankClient(self.ipc_dir, silence_timeout_s=self.config.transfer.first_token_timeout_s)
+        client.start()
+        try:
+            async with self._ranks(client):
+                readies = await self._unless_stopped(_wait_ready(client))
+                if readies is not None:
+                    await self._serve_ready(client, readies)
+        finally:
+            client.close()
+
+    @asynccontextmanager
+    async def _ranks(self, client: RankClient) -> AsyncIterator[None]:
+        processes: list[RankProcess] = []
+        watchers = []
+        try:
+            for rank in range(self.num_ranks):
+                process = await start_rank(self.config, self.command, self.ipc_dir, rank)
+                processes.append(process)
+                client.add_rank(rank, process.pid)
+                watchers.append(asyncio.create_task(self._watch(process, client)))
+            yield
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            client.shut_down_ranks()
+            grace_s = RANK_STOP_S if len(client.readies()) == self.num_ranks else LAST_WORDS_S
+            await asyncio.gather(*(process.stop(grace_s=grace_s) for process in processes))
+
+    async def _watch(self, process: RankProcess, client: RankClient) -> None:
+        error = await process.wait()
+        log.error(error.message)
+        if len(client.readies()) < self.num_ranks:
+            await asyncio.sleep(LAST_WORDS_S)  # its StartFailed, which says more, may still be on its way
+        client.on_rank_death(process.rank, error)
+
+    async def _serve_ready(self, client: RankClient, readies: list[Ready]) -> None:
+        async with self._bootstrap(readies) as bootstrap_port:
+            node = ServingNode(
+                config=self.config,
+                limits=_serving_limits(self.config, readies, bootstrap_port),
+                tokenizer=self.tokenizer,
+                client=client,
+                bootstrap_port=bootstrap_port,
+            )
+            await self._serve_http(node)
+
+    @asynccontextmanager
+    async def _bootstrap(self, readies: list[Ready]) -> AsyncIterator[int | None]:
+        if self.config.role is not Role.PREFILL:
+            yield None
+            return
+        endpoint = await self.start_bootstrap(self.config, readies)
+        try:
+            yield endpoint.port
+        finally:
+            await endpoint.close()
+
+    async def _serve_http(self, node: ServingNode) -> None:
+        """Listen until a signal comes; then end what runs, so that no client keeps the node from stopping."""
+        _listen(self.listener)
+        server = _Server(
+            uvicorn.Config(
+                create_app(node),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=HTTP_STOP_S,
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[self.listener]))
+        stopped = asyncio.create_task(self.stopping.wait())
+        host, port = self.listener.getsockname()[:2]
+        log.info("%s node ready on http://%s:%d, fingerprint %s", self.config.role.value, host, port, _prints(node))
+        await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        server.should_exit = True
+        node.client.abort_all("the node is shutting down")
+        node.client.fail_running(WorkerError("the node is shutting down", code="shutting_down"))
+        await serving
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, list[Ready]]) -> list[Ready] | None:
+        """The result, or None when a signal came first."""
+        task = asyncio.create_task(work)
+        stopped = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        return None
+
+
+class _Server(uvicorn.Server):
+    """The front handles the signals itself, also while the ranks load."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _wait_ready(client: RankClient) -> list[Ready]:
+    try:
+        return await asyncio.wait_for(client.wait_ready(), RANK_START_S)
+    except TimeoutError:
+        raise WorkerError(f"the ranks were not ready in {RANK_START_S:g} s", code="start_timeout") from None
+
+
+def _serving_limits(config: NodeConfig, readies: list[Ready], bootstrap_port: int | None) -> ServingLimits:
+    """Of ranks that differ, the smallest counts."""
+    return ServingLimits(
+        role=config.role,
+        vocab_size=min(ready.vocab_size for ready in readies),
+        context_length=min(ready.context_length for ready in readies),
+        max_total_tokens=min(ready.max_total_tokens for ready in readies),
+        num_ranks=len(readies),
+        bootstrap_host=config.server.bootstrap_host,
+        bootstrap_port=bootstrap_port or config.server.bootstrap_port,
+    )
+
+
+def _prints(node: ServingNode) -> str:
+    return ", ".join(sorted({ready.fingerprint for ready in node.client.readies()}))
+
+
+# -- ports and paths -------------------------------------------------------------------------------
+
+
+def bind(host: str, port: int, setting: str) -> socket.socket:
+    """A bound socket that does not listen yet: until then clients are refused, not kept waiting.
+
+    setting: the name of the port's setting, for messages. Raises ConfigError when the port is taken or the host is not
+    this machine's.
+    """
+    option = f"--{setting.replace('_', '-')} {port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror or error}", param="host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"{option}: already in use on {host}", code="port_in_use", param=setting) from error
+        raise ConfigError(f"{option} on {host}: {error.strerror}", param=setting) from error
+    return listener
+
+
+def _listen(listener: socket.socket) -> None:
+    try:
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        port = listener.getsockname()[1]
+        raise ConfigError(
+            f"--port {port}: already in use: {error.strerror}", code="port_in_use", param="port"
+        ) from error
+
+
+def _check_bootstrap_port(config: NodeConfig) -> None:
+    """Find out before the model loads. The endpoint itself binds later."""
+    server: ServerConfig = config.server
+    if config.role is not Role.PREFILL:
+        return
+    if server.bootstrap_port == server.port != 0:
+        raise ConfigError(
+            f"--bootstrap-port {server.bootstrap_port}: --port is the same", code="port_in_use", param="bootstrap_port"
+        )
+    bind(server.bootstrap_host, server.bootstrap_port, "bootstrap_port").close()
+
+
+@contextmanager
+def ipc_directory() -> Iterator[Path]:
+    """A new directory that only this user can enter, removed at the end. Its path fits into a Unix socket's address."""
+    parent = tempfile.gettempdir()
+    path = Path(tempfile.mkdtemp(prefix="tandem-", dir=parent if len(parent) <= MAX_IPC_PATH else "/tmp"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    if importlib.util.find_spec("uvloop") is None:
+        return asyncio.new_event_loop
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

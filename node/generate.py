@@ -1,0 +1,119 @@
+"""POST /generate of a node: from the raw request to the JSON answer or the event stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from common.config import NodeConfig, Role
+from common.errors import RequestError, ServingError
+from node.answers import DONE_EVENT, error_event, event, json_bytes
+from node.exchange import Exchange
+from node.limits import ServingLimits
+from node.rank_client import RankClient
+from node.requests import GenerateRequest, ParsedRequest, decode_object, expand, parse
+from node.tokenizer import Tokenizer
+
+LONG_TEXT_CHARACTERS = 20_000
+DRAINED_BYTES_FACTOR = 8
+
+
+class Generator:
+    """What answers /generate. Holds no request."""
+
+    def __init__(self, config: NodeConfig, limits: ServingLimits, tokenizer: Tokenizer, client: RankClient) -> None:
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._client = client
+        self._max_body_bytes = config.server.max_body_bytes
+
+    async def respond(self, request: Request) -> Response:
+        """Raises ServingError when there is no answer. A prefill node never streams: it makes one token."""
+        arrival_s = time.monotonic()
+        raw = decode_object(await read_body(request, self._max_body_bytes))
+        generate = await self.prepare(parse(raw, self._limits), arrival_s)
+        exchange = Exchange(self._client, self._tokenizer, generate)
+        exchange.start()
+        if generate.stream and self._limits.role is not Role.PREFILL:
+            return EventStream(exchange)
+        async with exchange.while_connected(request.receive):
+            return json_response(await exchange.result())
+
+    async def prepare(self, parsed: ParsedRequest, arrival_s: float) -> GenerateRequest:
+        """Tokenise and check the lengths. A long text is tokenised outside the event loop."""
+        if parsed.field != "text":
+            token_ids = [prompt for prompt in parsed.prompts if isinstance(prompt, list)]
+        else:
+            texts = [prompt for prompt in parsed.prompts if isinstance(prompt, str)]
+            if sum(map(len, texts)) > LONG_TEXT_CHARACTERS:
+                token_ids = await asyncio.to_thread(self._encode, texts)
+            else:
+                token_ids = self._encode(texts)
+        return expand(parsed, token_ids, self._limits, arrival_s=arrival_s)
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return [self._tokenizer.encode(text) for text in texts]
+
+
+class EventStream(Response):
+    """Server-sent events of one request. The status line waits for the first token, so that an early error has its own.
+
+    A client that reads slowly gets fewer, larger events: what came while one was being sent goes into the next.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._exchange.while_connected(receive):
+            rids = await self._exchange.advance()  # an error here is answered with its status
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            last = await self._send_events(send, rids)
+            await send({"type": "http.response.body", "body": last + DONE_EVENT})
+
+    async def _send_events(self, send: Send, rids: list[str]) -> bytes:
+        """Send all events but the last batch of them, which is returned."""
+        try:
+            while True:
+                body = b"".join(map(event, self._exchange.due_objects(rids)))
+                if self._exchange.is_finished:
+                    return body
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                rids = await self._exchange.advance()
+        except ServingError as error:
+            return error_event(error.record())
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises RequestError (413) when it is longer than max_bytes, of which no more is kept.
+
+    The rest of a body that is too long is read and dropped, within limits, so that the client gets to read the answer.
+    """
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= max_bytes:
+            chunks.append(chunk)
+        elif size > DRAINED_BYTES_FACTOR * max_bytes:
+            break
+        else:
+            chunks.clear()
+    if size > max_bytes:
+        raise RequestError(f"the body has more than {max_bytes} bytes", code="body_too_large", status=413)
+    return b"".join(chunks)
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    return Response(json_bytes(value), status_code=status, media_type="application/json")
+
+
+def error_response(error: ServingError) -> Response:
+    return json_response(error.record().body(), error.http_status)

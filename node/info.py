@@ -1,0 +1,80 @@
+"""What a node tells about itself: every setting flat, under the names that an SGLang server has for them."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common.config import NodeConfig, Role
+from node.answers import WEIGHT_VERSION
+from node.limits import ServingLimits
+from node.messages import Ready
+from node.tokenizer import load_json
+
+
+def model_info(config: NodeConfig) -> dict[str, Any]:
+    hf = load_json(Path(config.model.path) / "config.json")
+    return {
+        "model_path": config.model.path,
+        "tokenizer_path": config.model.path,
+        "served_model_name": served_name(config),
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": WEIGHT_VERSION,
+        "model_type": hf.get("model_type"),
+        "architectures": hf.get("architectures"),
+    }
+
+
+def server_info(
+    config: NodeConfig, limits: ServingLimits, readies: list[Ready], *, bootstrap_port: int | None
+) -> dict[str, Any]:
+    """All but `internal_states`, which the caller asks the ranks for.
+
+    The settings come first, the names that SGLang's clients read overwrite them.
+    """
+    first = readies[0]
+    return {
+        **_flat(config),
+        "model_path": config.model.path,
+        "tokenizer_path": config.model.path,
+        "served_model_name": served_name(config),
+        "dtype": config.model.dtype.value,
+        "mamba_ssm_dtype": config.model.ssm_dtype.value,
+        "max_mamba_cache_size": config.engine.max_state_slots,
+        "context_length": limits.context_length,
+        "max_total_num_tokens": limits.max_total_tokens,
+        "vocab_size": limits.vocab_size,
+        "tp_size": 1,
+        "dp_size": limits.num_ranks,
+        "disable_radix_cache": True,
+        "disaggregation_mode": "null" if config.role is Role.UNIFIED else config.role.value,
+        "disaggregation_transfer_backend": config.transfer.transport.value,
+        "disaggregation_bootstrap_port": bootstrap_port,
+        "bootstrap_port": bootstrap_port,
+        "transport": first.transport,
+        "fingerprint": first.fingerprint,
+        "weight_version": WEIGHT_VERSION,
+        "version": version("tandem-serve"),
+        "ranks": [msgspec.to_builtins(ready) for ready in readies],
+    }
+
+
+def served_name(config: NodeConfig) -> str:
+    return config.model.served_name or Path(config.model.path).name
+
+
+def _flat(config: NodeConfig) -> dict[str, Any]:
+    """Every setting of every section; no two sections share a name but `host` and `device`, which get a prefix."""
+    sections = msgspec.to_builtins(config)
+    transfer = sections["transfer"]
+    return {
+        "role": sections["role"],
+        **sections["model"],
+        **sections["engine"],
+        **{f"transfer_{name}" if name in ("host", "device") else name: value for name, value in transfer.items()},
+        **sections["server"],
+    }

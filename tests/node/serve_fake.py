@@ -1,0 +1,41 @@
+"""A node's front process over fake ranks: `serve_fake.py MODE NUM_RANKS < NodeConfig as JSON`. Exit 2 on errors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from common.config import NodeConfig
+from common.errors import ServingError
+from node.front import serve
+from node.messages import Ready
+
+
+class FakeBootstrap:
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    async def close(self) -> None:
+        print("bootstrap closed", file=sys.stderr)
+
+
+async def start_bootstrap(config: NodeConfig, readies: list[Ready]) -> FakeBootstrap:
+    assert all(ready.control_address == ("127.0.0.1", 1) for ready in readies)
+    return FakeBootstrap(config.server.bootstrap_port)
+
+
+def main() -> None:
+    mode, num_ranks = sys.argv[1], int(sys.argv[2])
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
+    command = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), "--mode", mode]
+    try:
+        serve(config, command=command, num_ranks=num_ranks, bootstrap=start_bootstrap)
+    except ServingError as error:
+        print(f"{error.record().type} {error.code}: {error.message}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
