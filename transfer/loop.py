@@ -18,6 +18,10 @@ class LoopThread:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run to the end from another thread; raises what `work` raises."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -35,7 +39,7 @@ class LoopThread:
 
     def stop(self) -> None:
         """Cancel every task and end the thread."""
-        if not self._thread.is_alive():
+        if not self.running:
             return
         self.run(self._cancel(), timeout_s=5)
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -170,6 +170,8 @@ class DecodeTransfer:
 
     def close(self) -> None:
         """Fail what is open, wait (at most the transfer time-out) until nothing can be written here, end the thread."""
+        if not self._thread.running:
+            return
         with self._lock:
             for lease in list(self._leases.values()):
                 self._fail(lease, AbortedError("the decode rank is shutting down", code="shutdown"))

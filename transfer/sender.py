@@ -204,6 +204,8 @@ class PrefillTransfer:
 
     def close(self) -> None:
         """Fail what is open, wait for the writes in flight (at most the transfer time-out), end the threads."""
+        if not self._thread.running:
+            return
         with self._lock:
             for entry in list(self._rooms.values()):
                 self._fail(entry, AbortedError("the prefill rank is shutting down", code="shutdown"))
@@ -452,9 +454,10 @@ class PrefillTransfer:
             error = TransferError(f"internal error in the transfer of room {entry.room}: {bug}", code="internal")
         with self._lock:
             entry.busy = False
-            if error is not None:
+            if error is not None and not entry.failed:
                 self._fail(entry, error)
-            self._settle(entry)
+            else:
+                self._settle(entry)
 
     def _write(self, entry: _Room, jobs: Sequence[_Job]) -> None:
         assert entry.open is not None and entry.peer is not None

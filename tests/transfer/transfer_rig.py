@@ -47,7 +47,9 @@ def wide_layout(ssm_bytes: int) -> StateLayout:
     pools = (
         PoolLayout(kind=StateKind.KV, layer=0, part="k", dtype="uint8", item_shape=(256,), item_bytes=256),
         PoolLayout(kind=StateKind.CONV, layer=1, part="conv", dtype="uint8", item_shape=(144,), item_bytes=144),
-        PoolLayout(kind=StateKind.SSM, layer=1, part="ssm", dtype="uint8", item_shape=(ssm_bytes,), item_bytes=ssm_bytes),
+        PoolLayout(
+            kind=StateKind.SSM, layer=1, part="ssm", dtype="uint8", item_shape=(ssm_bytes,), item_bytes=ssm_bytes
+        ),
     )
     return make_layout(pools=pools)
 

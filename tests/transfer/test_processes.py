@@ -1,0 +1,241 @@
+"""Two real processes: bytes over Mooncake TCP and loopback, kill -9, stop, restart."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transfer_rig import Decode, Prefill, metadata, wide_layout
+
+from common.config import LoopbackFaults, TransferConfig, TransportName
+from common.errors import WorkerError
+from common.handoff import RoomAddress
+from transfer import Committed, Released, RoomFailed, RoomOpened, Sent
+
+Make = Callable[..., Any]
+Config = Callable[..., TransferConfig]
+
+HERE, THERE = [7, 8, 9, 2], [3, 4, 11, 20]
+TRANSPORTS = list(TransportName)
+
+
+def address(process: Any, room: int) -> RoomAddress:
+    return RoomAddress(host="127.0.0.1", port=process.port, room=room)
+
+
+def send(process: Any, room: int, slot: int = 1) -> None:
+    process.say("send_pages", room, 0, HERE[:3])
+    process.say("send_pages", room, 3, HERE[3:])
+    process.say("send_state", room, slot, None)
+    process.say("metadata", room)
+
+
+def hand_off(process: Any, decode: Decode, room: int) -> None:
+    process.say("expect", room, "r", 5)
+    decode.transfer.open(address(process, room), "r", THERE, 2)
+    process.wait_for("RoomOpened", room)
+    send(process, room)
+    assert decode.wait_for(Committed, room).metadata == metadata(room)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bytes_arrive_from_another_process(
+    config: Config, process: Make, decode: Make, transport: TransportName
+) -> None:
+    settings = config(transport=transport)
+    p, d = process("prefill", settings), decode(settings)
+    assert d.transport.name == {"mooncake": "mooncake-tcp", "loopback": "loopback"}[transport.value]
+    for room in range(3):
+        hand_off(p, d, room)
+        p.say("state", HERE, 1)
+        assert d.pools.state(THERE, 2).hex() == p.wait_for("state")[1]
+        p.wait_for("Released", room)
+        d.pools.bytes[:] = 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_kill_of_prefill_ends_decode_within_a_second(
+    config: Config, process: Make, decode: Make, transport: TransportName
+) -> None:
+    settings = config(transport=transport)
+    p, d = process("prefill", settings), decode(settings)
+    hand_off(p, d, 1)  # data connections are up
+    for room in (2, 3):
+        p.say("expect", room, "r", 5)
+        d.transfer.open(address(p, room), "r", THERE, 2)
+        p.wait_for("RoomOpened", room)
+    p.signal(signal.SIGKILL)
+    for room in (2, 3):
+        error = d.wait_for(RoomFailed, room, 1).error
+        assert isinstance(error, WorkerError) and error.code == "peer_lost"
+        d.wait_for(Released, room, 1)
+    assert not d.quiet(0.1)
+    assert d.transfer.stats()["quarantined"] == 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_kill_of_decode_ends_prefill_within_a_second(
+    config: Config, process: Make, prefill: Make, transport: TransportName
+) -> None:
+    settings = config(transport=transport)
+    p, d = prefill(settings), process("decode", settings)
+    p.transfer.expect(1, "r", 5)
+    d.say("open", {"host": "127.0.0.1", "port": p.bootstrap.port, "room": 1}, "r", THERE, 2)
+    p.wait_for(RoomOpened, 1)
+    p.transfer.send_pages(1, 0, HERE[:2])
+    d.signal(signal.SIGKILL)
+    error = p.wait_for(RoomFailed, 1, 1).error
+    assert isinstance(error, WorkerError) and error.code == "peer_lost"
+    p.wait_for(Released, 1, 1)
+    p.send(1, HERE, 1)
+    assert not p.quiet(0.1)
+
+
+def test_kill_of_prefill_in_the_middle_of_a_write(config: Config, process: Make, decode: Make) -> None:
+    layout = wide_layout(8 << 20)
+    slow = config(LoopbackFaults(bandwidth_bytes_s=8e6))
+    p, d = process("prefill", slow, layout), decode(config(), layout)
+    p.say("expect", 1, "r", 5)
+    d.transfer.open(address(p, 1), "r", THERE, 2)
+    target = d.pools.item(2, 2)
+    before = target.copy()
+    send(p, 1)
+    d.wait(lambda _: (target != before).any() or d.woken.set())
+    p.signal(signal.SIGKILL)
+    d.wait_for(Released, 1, 1)
+    landed = target.copy()
+    time.sleep(0.1)
+    assert (target == landed).all()
+
+
+def test_kill_of_prefill_with_another_one_connected(config: Config, process: Make, decode: Make) -> None:
+    """The living sender's data connections do not hold back what the dead one's leases held."""
+    settings = config(transport=TransportName.MOONCAKE)
+    dying, living, d = process("prefill", settings), process("prefill", settings), decode(settings)
+    hand_off(living, d, 1)
+    hand_off(dying, d, 2)
+    assert d.transport.inbound()
+    dying.say("expect", 3, "r", 5)
+    d.transfer.open(address(dying, 3), "r", THERE, 2)
+    dying.wait_for("RoomOpened", 3)
+    dying.signal(signal.SIGKILL)
+    d.wait_for(Released, 3, 1.5)
+    assert d.transport.inbound(), "the living one is still connected"
+    hand_off(living, d, 4)
+
+
+def test_a_stopped_prefill_is_found_and_frees_nothing_until_it_wakes(
+    config: Config, process: Make, decode: Make
+) -> None:
+    settings = config(liveness_timeout_s=0.5, bootstrap_timeout_s=1.0)
+    p, d = process("prefill", settings), decode(settings)
+    p.say("expect", 1, "r", 5)
+    d.transfer.open(address(p, 1), "r", THERE, 2)
+    p.wait_for("RoomOpened", 1)
+    p.signal(signal.SIGSTOP)
+    error = d.wait_for(RoomFailed, 1, 1.5).error
+    assert isinstance(error, WorkerError) and error.code == "peer_silent"
+    d.transfer.open(address(p, 2), "r", THERE, 2)  # refused at once where nothing but silence is known
+    d.wait_for(RoomFailed, 2, 6)
+    d.wait_for(Released, 2)
+    assert not d.of(Released, 1)
+    assert d.transfer.stats()["leases"] == {"draining": 1}
+    p.signal(signal.SIGCONT)
+    d.wait_for(Released, 1, 1)
+    hand_off(p, d, 3)
+
+
+def test_a_stopped_decode_is_found(config: Config, process: Make, prefill: Make) -> None:
+    settings = config(liveness_timeout_s=0.5)
+    p, d = prefill(settings), process("decode", settings)
+    p.transfer.expect(1, "r", 5)
+    d.say("open", {"host": "127.0.0.1", "port": p.bootstrap.port, "room": 1}, "r", THERE, 2)
+    p.wait_for(RoomOpened, 1)
+    d.signal(signal.SIGSTOP)
+    assert p.wait_for(RoomFailed, 1, 1.5).error.code == "peer_silent"
+    p.wait_for(Released, 1, 1)
+    d.signal(signal.SIGCONT)
+    assert d.wait_for("RoomFailed", 1)[2] == "peer_silent"
+    d.wait_for("Released", 1)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_prefill_comes_back_on_the_same_port(
+    config: Config, process: Make, decode: Make, transport: TransportName
+) -> None:
+    settings = config(transport=transport)
+    p, d = process("prefill", settings), decode(settings)
+    hand_off(p, d, 1)
+    p.signal(signal.SIGKILL)
+    p.close()
+    d.wait(lambda _: not d.transfer.stats()["peers"] or d.woken.set())
+    again = process("prefill", settings, port=p.port)
+    assert again.port == p.port
+    hand_off(again, d, 1001)
+
+
+def test_decode_comes_back_on_the_same_session(config: Config, process: Make, prefill: Make, monkeypatch: Any) -> None:
+    """Mooncake remembers a session's memory; a new process behind the same name must not be written to by the old map."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        free = str(probe.getsockname()[1])
+    settings = config(transport=TransportName.MOONCAKE)
+    p = prefill(settings)
+    monkeypatch.setenv("MC_MIN_RPC_PORT", free)
+    monkeypatch.setenv("MC_MAX_RPC_PORT", free)
+    for room in (1, 2):
+        d = process("decode", settings)
+        p.transfer.expect(room, "r", 5)
+        d.say("open", {"host": "127.0.0.1", "port": p.bootstrap.port, "room": room}, "r", THERE, 2)
+        p.wait_for(RoomOpened, room)
+        assert p.transfer._peers[0].link.peer.session == f"127.0.0.1:{free}"
+        p.send(room, HERE, 1)
+        p.wait_for(Sent, room)
+        d.say("state", THERE, 2)
+        assert d.wait_for("state")[1] == p.pools.state(HERE, 1).hex()
+        d.signal(signal.SIGKILL)
+        d.close()
+
+
+def test_a_lost_connection_between_living_processes(config: Config, prefill: Make, decode: Make) -> None:
+    """The sender is asked again over a new connection, and its word frees what the old one left behind."""
+    layout = wide_layout(4 << 20)
+    p = prefill(config(LoopbackFaults(bandwidth_bytes_s=8e6)), layout)
+    d = decode(config(liveness_timeout_s=0.4), layout)
+    d.transport.inbound = lambda: frozenset({"192.0.2.1:9"})  # a connection that never goes away
+    p.transfer.expect(1, "r", 5)
+    d.transfer.open(p.address(1), "r", THERE, 2)
+    p.wait_for(RoomOpened, 1)
+    p.send(1, HERE, 1)
+    (link,) = d.transfer._links.values()
+    link.channel.shut()
+    assert d.wait_for(RoomFailed, 1, 1).error.code == "peer_lost"
+    assert p.wait_for(RoomFailed, 1, 1).error.code == "peer_lost"
+    assert d.transfer.stats()["quarantined"] == 1
+    assert not d.of(Released, 1)
+    d.wait_for(Released, 1, 3)
+    assert p.wait_for(Released, 1, 0.1)
+
+
+def test_the_scheduler_keeps_running_during_a_write(config: Config, process: Make, prefill: Make) -> None:
+    """50 MB over Mooncake: the calling thread never pauses for long, the write does not hold the interpreter."""
+    layout = wide_layout(50 << 20)
+    settings = config(transport=TransportName.MOONCAKE)
+    p, d = prefill(settings, layout), process("decode", settings, layout)
+    p.transfer.expect(1, "r", 5)
+    d.say("open", {"host": "127.0.0.1", "port": p.bootstrap.port, "room": 1}, "r", THERE, 2)
+    p.wait_for(RoomOpened, 1)
+    p.send(1, HERE, 1)
+    gaps, last, started = [], time.perf_counter(), time.perf_counter()
+    while not p.of(Sent, 1):
+        time.sleep(0.0002)
+        p.pump()
+        gaps.append(time.perf_counter() - last)
+        last = time.perf_counter()
+        assert last - started < 10
+    took = last - started
+    assert len(gaps) > 10 and sorted(gaps)[len(gaps) // 2] < 0.01
+    assert max(gaps) < max(0.05, took / 2), f"paused {max(gaps):.3f} of {took:.3f} s"
