@@ -3,7 +3,7 @@
 A stop string may begin several tokens back, lie inside a token, or end with a character whose bytes come in several
 tokens. It counts when its last character is finished by the newest token; text before that was judged before. Only the
 tail that can hold the longest stop string is decoded, and only when the newest token adds text.
-This file knows the tokenizer as a `decode` function only; `find_stop` also serves whoever trims the text.
+This file knows the tokenizer as a `decode` function only.
 """
 
 from __future__ import annotations
