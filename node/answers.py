@@ -8,6 +8,7 @@ that may still grow into a stop string waits in the `StopTrimmer`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -52,6 +53,28 @@ class StopTrimmer:
         return 0
 
 
+LogprobEntry = tuple[float | None, int, str | None]
+
+
+class LogprobLists:
+    """Log-probabilities in SGLang's form, made once a token: an answer repeats all of them in every event.
+
+    tokens: [logprob, id, text] of each token. alternatives: the same of the likeliest ones there, None where there are
+    none (the first token of a prompt).
+    """
+
+    def __init__(self, token_text: Callable[[int], str | None]) -> None:
+        self._token_text = token_text
+        self.tokens: list[LogprobEntry] = []
+        self.alternatives: list[list[LogprobEntry] | None] = []
+
+    def extend(self, logprobs: list[TokenLogprob]) -> None:
+        text = self._token_text
+        for item in logprobs:
+            self.tokens.append((item.logprob, item.token_id, text(item.token_id)))
+            self.alternatives.append([(value, i, text(i)) for value, i in item.top] if item.top else None)
+
+
 class Answer:
     """What the client gets for one sequence. return_text: put the text of each token beside its logprob."""
 
@@ -64,8 +87,8 @@ class Answer:
         self._trimmer = StopTrimmer(() if sampling.no_stop_trim else sampling.stop)
         self._text = ""
         self._output_ids: list[int] = []
-        self._input_logprobs: list[TokenLogprob] = []
-        self._output_logprobs: list[TokenLogprob] = []
+        self._input_logprobs = LogprobLists(self._token_text)
+        self._output_logprobs = LogprobLists(self._token_text)
         self._num_cached_tokens = 0
         self._finish: FinishReason | None = None
         self._timing: Timing | None = None
@@ -78,10 +101,10 @@ class Answer:
 
     def feed(self, update: Update) -> None:
         self._output_ids += update.token_ids
-        self._output_logprobs += update.logprobs
+        self._output_logprobs.extend(update.logprobs)
         self._num_cached_tokens = update.num_cached_tokens
         if update.input_logprobs is not None:
-            self._input_logprobs = update.input_logprobs
+            self._input_logprobs.extend(update.input_logprobs)
         length_before = len(self._text)
         self._text += self._detokenizer.push(self._visible_ids(update))
         if update.finish is None:
@@ -137,22 +160,13 @@ class Answer:
 
     def _logprobs(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
-            "input_token_logprobs": [self._token(t) for t in self._input_logprobs],
-            "output_token_logprobs": [self._token(t) for t in self._output_logprobs],
+            "input_token_logprobs": self._input_logprobs.tokens,
+            "output_token_logprobs": self._output_logprobs.tokens,
         }
         if self._submit.logprobs.top_num > 0:
-            fields["input_top_logprobs"] = [self._alternatives(t) for t in self._input_logprobs]
-            fields["output_top_logprobs"] = [self._alternatives(t) for t in self._output_logprobs]
+            fields["input_top_logprobs"] = self._input_logprobs.alternatives
+            fields["output_top_logprobs"] = self._output_logprobs.alternatives
         return fields
-
-    def _token(self, token: TokenLogprob) -> tuple[float | None, int, str | None]:
-        return token.logprob, token.token_id, self._token_text(token.token_id)
-
-    def _alternatives(self, token: TokenLogprob) -> list[tuple[float, int, str | None]] | None:
-        """None for the first token of a prompt, which has none."""
-        if not token.top:
-            return None
-        return [(logprob, token_id, self._token_text(token_id)) for logprob, token_id in token.top]
 
     def _token_text(self, token_id: int) -> str | None:
         return self._tokenizer.token_text(token_id) if self._return_text else None

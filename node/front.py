@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 LISTEN_BACKLOG = 2048
 KEEP_ALIVE_S = 75
 HTTP_STOP_S = 3
-RANK_STOP_S = 5.0
+RANK_STOP_S = 4.0
 RANK_START_S = 1800.0
 LAST_WORDS_S = 0.5
 MAX_IPC_PATH = 80
@@ -51,12 +51,13 @@ def serve(
     command: list[str] | None = None,
     num_ranks: int = 1,
     bootstrap: StartBootstrap = start_bootstrap,
+    rank_stop_s: float = RANK_STOP_S,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
     command: how to start a rank; `--ipc DIR --rank R` is added, the config goes to its stdin as JSON. Raises
     ConfigError for settings that cannot work, a port that is taken among them, and WorkerError when a rank dies before
-    it is ready.
+    it is ready. rank_stop_s: how long a rank may take to shut down before it gets SIGTERM, then SIGKILL.
     """
     configure_logging(config.server.log_level, f"{config.role.value}/front")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -69,6 +70,7 @@ def serve(
             command=command or rank_command(config.role),
             num_ranks=num_ranks,
             start_bootstrap=bootstrap,
+            rank_stop_s=rank_stop_s,
             tokenizer=tokenizer,
             listener=listener,
             ipc_dir=ipc_dir,
@@ -83,6 +85,7 @@ class _Front:
     command: list[str]
     num_ranks: int
     start_bootstrap: StartBootstrap
+    rank_stop_s: float
     tokenizer: Tokenizer
     listener: socket.socket
     ipc_dir: Path
@@ -117,7 +120,7 @@ class _Front:
             for watcher in watchers:
                 watcher.cancel()
             client.shut_down_ranks()
-            grace_s = RANK_STOP_S if len(client.readies()) == self.num_ranks else LAST_WORDS_S
+            grace_s = self.rank_stop_s if len(client.readies()) == self.num_ranks else LAST_WORDS_S
             await asyncio.gather(*(process.stop(grace_s=grace_s) for process in processes))
 
     async def _watch(self, process: RankProcess, client: RankClient) -> None:

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 KEPT_STDERR_BYTES = 4096
 SHOWN_STDERR_LINES = 8
 STDERR_READ_BYTES = 65536
-TERMINATE_WAIT_S = 2.0
 
 RANK_MODULES = {Role.UNIFIED: "node.rank", Role.PREFILL: "prefill_node.rank", Role.DECODE: "decode_node.rank"}
 
@@ -48,16 +47,14 @@ class RankProcess:
         """Return once the process has ended, with the error that says how."""
         code = await self._process.wait()
         await asyncio.wait([self._stderr_reader], timeout=0.1)  # a grandchild may hold the pipe open
-        return WorkerError(
-            f"rank {self.rank} (pid {self.pid}) {_how_ended(code)}{self._last_lines()}", code="rank_died"
-        )
+        return WorkerError(f"rank {self.rank} (pid {self.pid}) {how_ended(code)}{self._last_lines()}", code="rank_died")
 
     async def stop(self, *, grace_s: float) -> None:
-        """Wait grace_s for it to end by itself, then SIGTERM, then SIGKILL."""
+        """Wait for it to end by itself, then SIGTERM, then SIGKILL; grace_s seconds before each."""
         if not await self._ended_within(grace_s):
             log.warning("rank %d (pid %d) does not end by itself", self.rank, self.pid)
             self._signal(signal.SIGTERM)
-            if not await self._ended_within(TERMINATE_WAIT_S):
+            if not await self._ended_within(grace_s):
                 self._signal(signal.SIGKILL)
                 await self._process.wait()
         await asyncio.wait([self._stderr_reader], timeout=0.5)
@@ -107,7 +104,8 @@ async def start_rank(config: NodeConfig, command: list[str], ipc_dir: Path, rank
     return started
 
 
-def _how_ended(code: int) -> str:
+def how_ended(code: int) -> str:
+    """code: as `subprocess` gives it, minus the signal for a process that one killed."""
     if code < 0:
         try:
             return f"was killed by {signal.Signals(-code).name}"

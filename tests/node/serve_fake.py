@@ -31,7 +31,7 @@ def main() -> None:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
     command = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), "--mode", mode]
     try:
-        serve(config, command=command, num_ranks=num_ranks, bootstrap=start_bootstrap)
+        serve(config, command=command, num_ranks=num_ranks, bootstrap=start_bootstrap, rank_stop_s=0.7)
     except ServingError as error:
         print(f"{error.record().type} {error.code}: {error.message}", file=sys.stderr)
         sys.exit(2)

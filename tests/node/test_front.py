@@ -1,0 +1,210 @@
+"""The life of a front process: ports, ranks that fail or die, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from common.config import NodeConfig, Role
+from common.errors import ConfigError
+from node.front import bind, ipc_directory
+from node.processes import how_ended, rank_command
+from tests.node.conftest import end, fake_node, is_up, node_config, spawn, wait_for
+from tests.support.stack import free_port
+
+SLOW = {"frequency_penalty": 1, "max_new_tokens": 150, "ignore_eos": True}
+
+
+def fails_to_start(config: NodeConfig, log: Path, mode: str = "ok") -> str:
+    """What a front that must not start says. No process of it is left."""
+    process = spawn(config, log, mode=mode)
+    try:
+        assert process.wait(20) == 2, log.read_text()
+    finally:
+        if process.poll() is None:
+            end(process)
+    return log.read_text()
+
+
+def test_the_front_needs_no_torch() -> None:
+    check = "import node.front, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=60).returncode == 0
+
+
+def test_each_role_has_its_rank_module() -> None:
+    for role, module in ((Role.UNIFIED, "node"), (Role.PREFILL, "prefill_node"), (Role.DECODE, "decode_node")):
+        assert rank_command(role) == [sys.executable, "-m", f"{module}.rank"]
+
+
+def test_a_taken_port_is_found_before_a_rank_starts(model_path: str, tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0, "port") as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = fails_to_start(node_config(model_path, Role.UNIFIED, port=port), tmp_path / "log", mode="dies")
+    assert f"config_error port_in_use: --port {port}: already in use" in said and "last words" not in said
+
+
+def test_a_taken_bootstrap_port_is_found_before_a_rank_starts(model_path: str, tmp_path: Path) -> None:
+    config = node_config(model_path, Role.PREFILL)
+    port = config.server.bootstrap_port
+    with bind("127.0.0.1", port, "port") as taken:
+        taken.listen()
+        said = fails_to_start(config, tmp_path / "log", mode="dies")
+    assert f"--bootstrap-port {port}: already in use" in said and "last words" not in said
+
+
+def test_two_fronts_that_start_at_once_do_not_share_a_port(model_path: str, tmp_path: Path) -> None:
+    config = node_config(model_path, Role.UNIFIED)
+    processes = [spawn(config, tmp_path / f"log{i}") for i in range(2)]
+    try:
+        wait_for(lambda: any(process.poll() is not None for process in processes))
+        loser = next(i for i, process in enumerate(processes) if process.poll() is not None)
+        assert processes[loser].returncode == 2
+        assert "already in use" in (tmp_path / f"log{loser}").read_text()
+        wait_for(lambda: is_up(f"http://127.0.0.1:{config.server.port}"))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                end(process)
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_ours_is_named(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--host|--port"):
+        bind(host, free_port(), "port")
+
+
+def test_a_rank_that_cannot_start_says_why(model_path: str, tmp_path: Path) -> None:
+    said = fails_to_start(node_config(model_path, Role.UNIFIED), tmp_path / "log", mode="start-failed")
+    assert "config_error invalid_config: --dtype float7: no such type" in said
+
+
+def test_a_rank_that_dies_before_it_is_ready_is_quoted(model_path: str, tmp_path: Path) -> None:
+    said = fails_to_start(node_config(model_path, Role.UNIFIED), tmp_path / "log", mode="dies")
+    assert "worker_error rank_died: rank 0" in said
+    assert "exit code 7\n  first line\n  the last words of the rank" in said
+
+
+def test_a_missing_model_folder_is_named(tmp_path: Path) -> None:
+    said = fails_to_start(node_config("/nowhere", Role.UNIFIED), tmp_path / "log")
+    assert "--model-path /nowhere: no such folder" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_streams_ranks_and_front(model_path: str, tmp_path: Path, number: signal.Signals) -> None:
+    with fake_node(node_config(model_path, Role.PREFILL), tmp_path / "log", num_ranks=2) as node:
+        ranks = node.ranks()
+        body = {"text": ["some text"] * 2, "sampling_params": SLOW, "bootstrap_room": 0}
+        answers: list[httpx.Response] = []
+        client = threading.Thread(target=lambda: answers.append(node.post({**body, "sampling_params": {"min_p": 0.5}})))
+        client.start()
+        wait_for(lambda: node.state(0)["num_running"] == node.state(1)["num_running"] == 1)
+        start = time.monotonic()
+        node.process.send_signal(number)
+        client.join(5)
+        assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
+        assert node.process.wait(5) == 0 and time.monotonic() - start < 3
+        assert len(ranks) == 2 and not any(map(is_alive, ranks))
+        assert "bootstrap closed" in node.log.read_text()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_stream_learns_that_the_node_stops(model_path: str, tmp_path: Path) -> None:
+    with fake_node(node_config(model_path, Role.UNIFIED), tmp_path / "log") as node:
+        body = {"text": "some text", "sampling_params": SLOW, "stream": True}
+        with httpx.stream("POST", f"{node.url}/generate", json=body, timeout=10) as response:
+            lines = (line for line in response.iter_lines() if line)
+            next(lines)
+            node.process.send_signal(signal.SIGTERM)
+            *_, error, done = lines
+        assert "shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"]
+        assert done == "data: [DONE]" and node.process.wait(5) == 0
+
+
+def test_a_rank_that_will_not_end_is_killed(model_path: str, tmp_path: Path) -> None:
+    with fake_node(node_config(model_path, Role.UNIFIED), tmp_path / "log", mode="stuck") as node:
+        (rank,) = node.ranks()
+        node.process.send_signal(signal.SIGTERM)
+        assert node.process.wait(12) == 0 and not is_alive(rank)
+
+
+def test_a_killed_rank_fails_its_requests_at_once_and_health(model_path: str, tmp_path: Path) -> None:
+    with fake_node(node_config(model_path, Role.DECODE), tmp_path / "log", num_ranks=2) as node:
+        body = {"text": "some text", "sampling_params": SLOW}
+        ended: dict[int, tuple[float, httpx.Response]] = {}
+
+        def client(rank: int) -> None:
+            response = node.post({**body, "routed_dp_rank": rank})
+            ended[rank] = time.monotonic(), response
+
+        clients = [threading.Thread(target=client, args=(rank,)) for rank in (0, 1)]
+        for thread in clients:
+            thread.start()
+        wait_for(lambda: node.state(0)["num_running"] == node.state(1)["num_running"] == 1)
+        victim = next(rank for rank in node.ranks() if rank.cmdline()[-1] == "1")
+        killed = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        clients[1].join(5)
+        assert ended[1][0] - killed < 0.4, "200 ms, and some for a busy machine"
+        error = ended[1][1].json()["error"]
+        assert ended[1][1].status_code == 503 and error["code"] == "rank_died" and "SIGKILL" in error["message"]
+        assert node.get("/health").status_code == node.get("/health_generate").status_code == 503
+        assert node.post({**body, "routed_dp_rank": 1}).status_code == 503
+        states = node.get("/server_info").json()["internal_states"]
+        assert states[0]["num_running"] == 1 and states[1]["error"]["code"] == "rank_died"
+        clients[0].join(10)
+        assert ended[0][1].status_code == 200
+
+
+def test_a_rank_that_says_nothing_fails_the_request_in_time(model_path: str, tmp_path: Path) -> None:
+    config = node_config(model_path, Role.UNIFIED, first_token_s=0.5)
+    with fake_node(config, tmp_path / "log") as node:
+        response = node.post({"text": "a", "sampling_params": {"min_p": 0.5}, "rid": "silent"})
+        assert response.status_code == 503 and response.json()["error"]["code"] == "first_token_timeout"
+        assert node.state()["aborted"] == ["silent"]
+
+
+def test_a_rank_that_hangs_answers_no_question(model_path: str, tmp_path: Path) -> None:
+    with fake_node(node_config(model_path, Role.PREFILL), tmp_path / "log") as node:
+        (rank,) = node.ranks()
+        rank.suspend()
+        try:
+            response = node.get("/health_generate")
+            assert response.status_code == 503 and response.json()["error"]["code"] == "rank_silent"
+        finally:
+            rank.resume()
+
+
+def test_the_ipc_directory_is_private_and_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ipc_directory() as path:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        (path / "from_ranks").touch()
+    assert not path.exists()
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with ipc_directory() as path, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(path / "from_ranks"))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(-9, "was killed by SIGKILL"), (-200, "was killed by signal 200"), (3, "ended with exit code 3")],
+)
+def test_how_a_process_ended(code: int, words: str) -> None:
+    assert how_ended(code) == words
