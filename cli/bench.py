@@ -22,20 +22,20 @@ def scripts(folder: Path = BENCH_FOLDER) -> dict[str, Path]:
     }
 
 
-def list_scripts() -> None:
-    for name, path in scripts().items():
+def list_scripts(folder: Path = BENCH_FOLDER) -> None:
+    for name, path in scripts(folder).items():
         about = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
         click.echo(f"{name:20} {about}")
 
 
-def run_scripts(name: str | None, arguments: Sequence[str]) -> int:
+def run_scripts(name: str | None, arguments: Sequence[str], folder: Path = BENCH_FOLDER) -> int:
     """All of them when name is None. The first exit status that is not 0, after all have run. Raises ConfigError."""
-    found = scripts()
+    found = scripts(folder)
     if name is not None and name not in found:
         raise ConfigError(f"bench {name}: one of {', '.join(found)}", param="name")
     statuses = []
     for chosen in [name] if name is not None else list(found):
         click.echo(f"== {chosen}", err=True)
         command = [sys.executable, str(found[chosen]), *arguments]
-        statuses.append(subprocess.run(command, cwd=BENCH_FOLDER.parent, check=False).returncode)
+        statuses.append(subprocess.run(command, cwd=folder.parent, check=False).returncode)
     return next((status for status in statuses if status), 0)

@@ -19,7 +19,6 @@ from common.errors import WorkerError
 
 _POLL_S = 0.1
 _HEALTH_LIMIT_S = 2.0
-_GRACE_S = 8.0
 _KILL_S = 2.0
 
 
@@ -45,9 +44,10 @@ class Child:
 
 @dataclass(slots=True)
 class Children:
-    """To be started once and stopped once. say: prints a line of progress."""
+    """To be started once and stopped once. say: prints a line of progress. grace_s: from SIGTERM to the kill."""
 
     say: Callable[[str], None]
+    grace_s: float = 8.0
     running: list[Child] = field(default_factory=list)
 
     def start(self, plan: ChildPlan) -> None:
@@ -95,7 +95,7 @@ class Children:
         for child in reversed(self.running):
             if child.process.poll() is None:
                 child.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + self.grace_s
         for child in self.running:
             if not _ended_by(child.process, deadline):
                 self.say(f"{child.plan.name}: does not end, killed")

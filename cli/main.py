@@ -126,9 +126,9 @@ def _exit_quietly(*_: object) -> None:
 @click.option("--once", is_flag=True, help="Ask the question, then stop")
 def up(**values: Any) -> None:
     """Router, prefill node and decode node on this machine, and a first question."""
-    from cli.up import Options, run
+    from cli import up as implementation
 
-    sys.exit(run(Options(**values)))
+    sys.exit(implementation.up(implementation.Options(**values)))
 
 
 @tandem.command()

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,18 +45,22 @@ class Options:
         return f"http://{self.host}:{self.port}"
 
 
+def up(options: Options) -> int:
+    """The exit status. Raises ConfigError when the port is taken, before anything is started."""
+    check_port_is_free(options.host, options.port)
+    return run(options, plan_children(options), Children(say))
+
+
 def say(line: str) -> None:
     click.echo(f"tandem: {line}")
     sys.stdout.flush()
 
 
-def run(options: Options, plan: Callable[[Options], list[ChildPlan]] | None = None) -> int:
-    """Until SIGINT or SIGTERM (0) or until a child ends or nothing gets ready (1). Raises ConfigError: port taken."""
-    check_port_is_free(options.host, options.port)
-    children = Children(say)
+def run(options: Options, plans: Sequence[ChildPlan], children: Children) -> int:
+    """Until SIGINT or SIGTERM (0) or until a child ends or nothing gets ready (1)."""
     try:
         with _signals_interrupt():
-            return _serve(options, (plan or plan_children)(options), children)
+            return _serve(options, plans, children)
     except KeyboardInterrupt:
         say("stopping")
         return 0
@@ -111,7 +115,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def check_port_is_free(host: str, port: int) -> None:
-    """Before anything is started. Raises ConfigError naming the port."""
+    """Raises ConfigError naming the port."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except (OSError, OverflowError) as error:

@@ -1,0 +1,182 @@
+"""The command line: what options become, and how what cannot work is refused."""
+
+from __future__ import annotations
+
+import runpy
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import router.app
+from cli.main import main
+from cli.settings import BUNDLED_MODEL, NODE_SETTINGS, node_config
+from common.config import LoopbackFaults, ModelConfig, NodeConfig, Protocol, Role, RouterConfig, WorkerAddress
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """(exit status, what stands on stderr), which is one line."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    said = capsys.readouterr().err
+    assert said.startswith("tandem: error: ")
+    assert said.count("\n") == 1
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, said.removeprefix("tandem: error: ").strip()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """The configurations that nodes and routers would have been started with."""
+    configs: list[Any] = []
+    front = types.ModuleType("node.front")
+    front.__dict__["serve"] = configs.append
+    monkeypatch.setitem(sys.modules, "node.front", front)
+    monkeypatch.setattr(router.app, "serve", configs.append)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    return configs
+
+
+def run(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+
+
+def test_a_node_without_options_is_the_default_configuration(served: list[Any]) -> None:
+    for role in Role:
+        run(role.value)
+        assert served.pop() == NodeConfig(role=role, model=ModelConfig(path=str(BUNDLED_MODEL)))
+
+
+ALL_OPTIONS = """prefill
+    --model-path model --dtype bfloat16 --mamba-ssm-dtype float32 --served-model-name x --device cuda:1
+    --host 0.0.0.0 --port 1 --bootstrap-host 10.0.0.1 --disaggregation-bootstrap-port 2 --log-level debug
+    --max-body-bytes 12 --page-size 32 --max-total-tokens 640 --max-mamba-cache-size 3 --max-running-requests 4
+    --chunked-prefill-size 5 --context-length 6 --threads 7
+    --transfer-protocol rdma --disaggregation-ib-device mlx5_0 --transfer-host 10.0.0.2 --verify full
+    --bootstrap-timeout 8 --transfer-timeout 9 --first-token-timeout 10 --liveness-timeout 11"""
+
+
+def test_options_reach_their_fields(served: list[Any], tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch()
+    run(*ALL_OPTIONS.split(), "--cluster-key-file", str(key))
+    (config,) = served
+    model, engine, transfer, server = config.model, config.engine, config.transfer, config.server
+    assert (model.path, model.dtype, model.ssm_dtype) == ("model", "bfloat16", "float32")
+    assert (model.device, model.served_name) == ("cuda:1", "x")
+    assert (server.host, server.port, server.bootstrap_host, server.bootstrap_port) == ("0.0.0.0", 1, "10.0.0.1", 2)
+    assert (server.log_level, server.max_body_bytes) == ("debug", 12)
+    assert (engine.page_size, engine.max_total_tokens, engine.max_state_slots) == (32, 640, 3)
+    assert (engine.max_running_requests, engine.chunked_prefill_size, engine.context_length) == (4, 5, 6)
+    assert engine.threads == 7
+    assert (transfer.protocol, transfer.device, transfer.host) == (Protocol.RDMA, "mlx5_0", "10.0.0.2")
+    assert (transfer.verify, transfer.cluster_key_file) == ("full", str(key))
+    assert (transfer.bootstrap_timeout_s, transfer.transfer_timeout_s) == (8, 9)
+    assert (transfer.first_token_timeout_s, transfer.liveness_timeout_s) == (10, 11)
+
+
+def test_faults_are_for_the_loopback_transport(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    faults = ["--fault-zero", "ssm", "--fault-every", "2", "--fault-delay", "0.5", "--fault-bandwidth", "1e6"]
+    run("decode", "--model-path", "model", "--transport", "loopback", *faults)
+    expected = LoopbackFaults(zero="ssm", every=2, delay_s=0.5, bandwidth_bytes_s=1e6)
+    assert served[0].transfer.faults == expected
+    said = refused(capsys, "decode", "--model-path", "model", *faults)
+    assert said == (2, "--fault-zero: only with --transport loopback")
+
+
+def test_every_field_of_a_node_has_an_option() -> None:
+    fields = {(setting.section, setting.field) for setting in NODE_SETTINGS}
+    config = NodeConfig(role=Role.DECODE, model=ModelConfig(path="x"))
+    parts = {name: getattr(config, name) for name in ("model", "engine", "transfer", "server")}
+    for section, part in {**parts, "faults": config.transfer.faults}.items():
+        for field in part.__struct_fields__:
+            assert (section, field) in fields or field == "faults"
+
+
+def test_a_router(served: list[Any]) -> None:
+    workers = ["--prefill", "http://a:1", "2", "--prefill", "http://b:3", "4", "--decode", "http://c:5"]
+    run("router", "--port", "6", "--idle-timeout", "7", "--pd-disaggregation", *workers)
+    assert served == [
+        RouterConfig(
+            port=6,
+            idle_timeout_s=7.0,
+            prefill=(
+                WorkerAddress(url="http://a:1", bootstrap_port=2),
+                WorkerAddress(url="http://b:3", bootstrap_port=4),
+            ),
+            decode=(WorkerAddress(url="http://c:5"),),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("prefill --model-path /nowhere", "--model-path /nowhere: no such folder"),
+        ("decode --model-path . --page-size 0", "--page-size 0: at least 1"),
+        ("decode --model-path . --page-size x", "'--page-size': 'x'"),
+        ("decode --model-path . --dtype float64", "'float64' is not one of"),
+        ("decode --model-path . --max-mamba-cache-size 1", "--max-mamba-cache-size 1: at least 2"),
+        ("decode --model-path . --transfer-host 0.0.0.0", "--transfer-host 0.0.0.0"),
+        ("decode --model-path . --liveness-timeout 0", "--liveness-timeout 0.0"),
+        ("decode --model-path . --cluster-key-file /nowhere", "--cluster-key-file /nowhere"),
+        ("unified --model-path . --port 65536", "--port 65536"),
+        ("unified --no-such-option", "--no-such-option"),
+        ("router", "--prefill: at least one"),
+        ("router --prefill http://a x", "'x' is not a valid integer"),
+        ("router --prefill http://a 1", "--decode: at least one"),
+        ("router --prefill a 1 --decode http://b", "--prefill a: a URL"),
+        ("no-such-command", "no-such-command"),
+        ("bench no-such-benchmark", "no-such-benchmark"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], arguments: str, said: str) -> None:
+    status, message = refused(capsys, *arguments.split())
+    assert status == 2
+    assert said in message
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        arguments = ["router", "--port", port, "--prefill", "http://127.0.0.1:1", "1", "--decode", "http://127.0.0.1:1"]
+        status, message = refused(capsys, *arguments)
+    assert status == 2
+    assert message.startswith(f"--port {port}: ")
+
+
+def test_the_settings_table_refuses_values_of_another_type() -> None:
+    values = {setting.name: None for setting in NODE_SETTINGS}
+    with pytest.raises(msgspec.ValidationError, match="Expected"):
+        node_config(Role.DECODE, values | {"transfer__transport": "loopback"})
+
+
+def test_help_and_version_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
+    run("--help")
+    run("--version")
+    run()
+    run("prefill", "--help")
+    assert "--fault-zero" not in capsys.readouterr().out
+
+
+def test_it_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["tandem", "--version"])
+    monkeypatch.delitem(sys.modules, "cli.main")
+    with pytest.raises(SystemExit):
+        runpy.run_module("cli.main", run_name="__main__")
+    assert "tandem, version" in capsys.readouterr().out
+
+
+def test_a_process_whose_parent_is_gone_ends_at_once() -> None:
+    command = [sys.executable, "-m", "cli.main", "router", "--parent-pid", "1"]
+    command += ["--prefill", "http://127.0.0.1:1", "1", "--decode", "http://127.0.0.1:1", "--port", "0"]
+    done = subprocess.run(command, cwd=BUNDLED_MODEL.parents[1], timeout=20, check=False)
+    assert done.returncode == 0

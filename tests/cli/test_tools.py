@@ -1,0 +1,114 @@
+"""`tandem generate`, `doctor` and `bench`."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from cli import bench, doctor
+from cli.generate import Options, request_body, run
+from cli.main import main
+from common.errors import ConfigError, ServingError, WorkerError
+from tests.cli.fake_node import Handler
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def options(text: str, url: str = "", *, no_stream: bool = False, question: bool = False) -> Options:
+    return Options(
+        text=text,
+        url=url,
+        max_new_tokens=5,
+        temperature=0.0,
+        stop=("x",),
+        question=question,
+        no_stream=no_stream,
+    )
+
+
+def test_generate_prints_what_comes(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(options("hi", url))
+    assert capsys.readouterr().out == "one two three\n"
+    run(options("hi", url, no_stream=True))
+    assert capsys.readouterr().out.endswith("#### 42\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "no_stream", "said"),
+    [
+        ("refuse", True, "status 400: refused on purpose"),
+        ("break", False, "broken on purpose"),
+        ("refuse", False, "status 400: refused on purpose"),
+    ],
+)
+def test_generate_says_what_went_wrong(url: str, text: str, no_stream: bool, said: str) -> None:
+    with pytest.raises(ServingError, match=said):
+        run(options(text, url, no_stream=no_stream))
+
+
+def test_generate_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(WorkerError, match="tandem up"):
+        run(options("hi", "http://127.0.0.1:1"))
+    with pytest.raises(SystemExit, match="1"):
+        main(["generate", "hi", "--url", "http://127.0.0.1:1"])
+    assert capsys.readouterr().err.startswith("tandem: error: http://127.0.0.1:1: ")
+
+
+def test_generate_can_put_a_question_as_the_bundled_model_knows_it() -> None:
+    body = request_body(options("How many?", question=True))
+    assert body["text"].endswith("Question: How many?\nAnswer:")
+    assert body["text"].count("Question: ") == 6
+    assert body["sampling_params"]["stop"][:2] == ["x", "Question"]
+
+
+def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    status = doctor.run(str(tmp_path), [])
+    lines = capsys.readouterr().out.splitlines()
+    names = ["python", "torch", "libibverbs", "mooncake", "memlock", "model"]
+    assert [line[9:].partition(":")[0] for line in lines if "->" not in line] == names
+    assert status == int(any(line.startswith("problem") for line in lines))
+
+
+def test_doctor_finds_problems(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert doctor.run(str(tmp_path), [port]) == 1
+    out = capsys.readouterr().out
+    assert f"problem  port {port}: " in out
+    assert "no tokenizer.json, *.safetensors" in out
+    assert "-> " in out
+    assert doctor.check_python((3, 10)).fix is not None
+    assert doctor.check_python((3, 11)).fix is None
+
+
+def test_bench_lists_and_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "bench"
+    folder.mkdir()
+    (folder / "good.py").write_text('"""Measures good things.\n\nMore."""\nimport sys\nprint("ran", sys.argv[1:])\n')
+    (folder / "bad.py").write_text("raise SystemExit(3)\n")
+    (folder / "results.py").write_text("")
+    assert list(bench.scripts(folder)) == ["bad", "good"]
+    bench.list_scripts(folder)
+    assert "good                 Measures good things.\n" in capfd.readouterr().out
+    assert bench.run_scripts("good", ["--quick"], folder) == 0
+    assert bench.run_scripts(None, [], folder) == 3
+    assert capfd.readouterr().out == "ran ['--quick']\nran []\n"
+    with pytest.raises(ConfigError, match="other"):
+        bench.run_scripts("other", [], folder)
