@@ -169,7 +169,8 @@ class Workers:
 
     def _mark_dead(self, worker: Worker, reason: str) -> None:
         if worker.alive or worker.reason != reason:
-            log.warning("%s worker %s is not alive: %s", worker.role.value, worker.url, reason)
+            level = logging.WARNING if worker.alive else logging.INFO
+            log.log(level, "%s worker %s is not alive: %s", worker.role.value, worker.url, reason)
         worker.alive, worker.reason = False, reason
 
     def _log_new_mismatches(self) -> None:
