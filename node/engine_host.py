@@ -6,19 +6,20 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import torch
-from engine.allocator import PageAllocator, SlotAllocator
-from engine.model_config import HybridConfig
-from engine.runner import ModelRunner
-from engine.stopping import StopChecker
 from torch import Tensor
 
 from common.config import EngineConfig, NodeConfig
 from common.errors import ConfigError, ErrorRecord, RequestError, ServingError
 from common.sampling import TokenLogprob
+from engine.allocator import PageAllocator, SlotAllocator
+from engine.model_config import HybridConfig
+from engine.runner import ModelRunner
 from engine.scheduler import Limits, Scheduler, StepReport
 from engine.sequence import Emission, Sequence
+from engine.stopping import StopChecker
 from node.messages import Failure, FromRank, Query, Ready, Reply, Submit, Timing, Update, Updates
 from node.tokenizer import load_tokenizer
 
@@ -51,7 +52,7 @@ class EngineHost:
             runner=self.runner,
             pages=PageAllocator(num_pages),
             slots=SlotAllocator(config.engine.max_state_slots),
-            stopping=StopChecker(tokenizer.decode, eos_ids),
+            stopping=StopChecker(partial(tokenizer.decode, skip_special_tokens=False), eos_ids),
             eos_ids=eos_ids,
             limits=limits,
             hold_after_prefill=hold_after_prefill,

@@ -1,4 +1,4 @@
-"""The packages may import each other only along the arrows of docs/architecture.md, and the torch-free ones no torch."""
+"""The packages may import each other only along the arrows of docs/architecture.md; some may not import torch."""
 
 from __future__ import annotations
 

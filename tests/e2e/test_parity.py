@@ -1,0 +1,106 @@
+"""Disaggregated ≡ unified ≡ alone, at lengths around every boundary, and bit for bit what crossed the wire."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from common.config import EngineConfig, TransportName
+from tests.support.ranks import (
+    Outcome,
+    Request,
+    Snapshots,
+    assert_bytes_crossed_unchanged,
+    assert_equivalent,
+    disaggregated_ranks,
+    unified_ranks,
+)
+
+CHUNK, PAGE, CONV = 64, 16, 4
+BOUNDARIES = [1, 2, 3, CONV, CONV + 1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK,
+              2 * CHUNK + 1, 3 * CHUNK + 7]  # fmt: skip
+
+
+def lengths(count: int, longest: int) -> list[int]:
+    """Every boundary first, then odd lengths drawn evenly on a logarithmic scale up to `longest`."""
+    rng = random.Random(7)
+    drawn = [min(longest, int(2 ** rng.uniform(2, longest.bit_length())) | 1) for _ in range(count)]
+    return [*BOUNDARIES, *drawn][:count]
+
+
+def requests(count: int, longest: int) -> list[Request]:
+    rng = random.Random(11)
+    return [
+        Request(prompt=[rng.randrange(3, 1024) for _ in range(n)], max_new_tokens=rng.randint(3, 10))
+        for n in lengths(count, longest)
+    ]
+
+
+def engine(budget: int) -> EngineConfig:
+    return EngineConfig(
+        max_total_tokens=32768, max_state_slots=24, max_running_requests=20, chunked_prefill_size=budget
+    )
+
+
+def alone(tasks: list[Request]) -> list[Outcome]:
+    with unified_ranks(engine=engine(2048)) as ranks:
+        return [ranks.run([task])[0] for task in tasks]
+
+
+def batched(ranks_of: object, tasks: list[Request], size: int, budget: int, check_bytes: bool) -> list[Outcome]:
+    with ranks_of(engine=engine(budget)) as ranks:  # type: ignore[operator]
+        snapshots = Snapshots()
+        if check_bytes:
+            snapshots.watch(ranks.prefill, ranks.decode)
+        outcomes: list[Outcome] = []
+        for start in range(0, len(tasks), size):
+            outcomes += ranks.run(tasks[start : start + size])
+        ranks.assert_all_free()
+        if check_bytes:
+            assert_bytes_crossed_unchanged(snapshots, len(tasks))
+            assert ranks.decode.host.scheduler.counters.prefill_tokens_computed == 0
+    return outcomes
+
+
+def compare(tasks: list[Request], budgets: list[int]) -> None:
+    reference = alone(tasks)
+    for size in (1, 16):
+        for budget in budgets if size == 16 else [2048]:
+            for ranks_of in (unified_ranks, disaggregated_ranks):
+                is_pair = ranks_of is disaggregated_ranks
+                for got, expected in zip(batched(ranks_of, tasks, size, budget, is_pair), reference, strict=True):
+                    assert_equivalent(got, expected)
+
+
+@pytest.mark.timeout(300)
+def test_disaggregated_is_unified_is_alone() -> None:
+    compare(requests(40, 700), [64, 512])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_disaggregated_is_unified_is_alone_for_200_prompts() -> None:
+    compare(requests(200, 1500), [64, 128, 512])
+
+
+def test_over_mooncake_the_same_shape_gives_identical_answers() -> None:
+    tasks = requests(15, 700)
+    reference = alone(tasks)
+    with disaggregated_ranks(engine=engine(2048), transport=TransportName.MOONCAKE) as ranks:
+        for task, expected in zip(tasks, reference, strict=True):
+            outcome = ranks.run([task])[0]
+            assert outcome.ids == expected.ids
+            assert [t.logprob for t in outcome.tokens] == [t.logprob for t in expected.tokens]
+
+
+def test_retraction_on_decode_changes_no_answer() -> None:
+    tasks = [Request(prompt=list(range(10 + i, 60 + i)), max_new_tokens=60) for i in range(6)]
+    reference = alone(tasks)
+    small = EngineConfig(max_total_tokens=400, max_state_slots=8, max_running_requests=6)
+    with disaggregated_ranks(engine=small) as ranks:
+        outcomes = ranks.run(tasks)
+        assert ranks.decode.host.scheduler.counters.retractions > 0
+        ranks.assert_all_free()
+    for got, expected in zip(outcomes, reference, strict=True):
+        assert_equivalent(got, expected)

@@ -1,0 +1,270 @@
+"""A unified rank, or a prefill and a decode rank with a real hand-off between them, stepped by hand in this process.
+
+The engine, the scheduler, the transfer with its threads and its control connection are the real ones; only the front
+processes are left out, so that a test can look into the pools at any moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.config import (
+    EngineConfig,
+    LoopbackFaults,
+    ModelConfig,
+    NodeConfig,
+    Role,
+    TransferConfig,
+    TransportName,
+    Verify,
+)
+from common.errors import ErrorRecord
+from common.handoff import RoomAddress
+from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
+from decode_node.rank import DecodeRole, DecodeRoom
+from engine.sequence import Emission
+from engine.sequence import Sequence as EngineSequence
+from node.messages import Failure, Submit, Timing, Updates
+from node.rank import Role as RankRole
+from node.rank import Waker
+from node.unified import UnifiedRole
+from prefill_node.rank import PrefillRole
+from tests.support.stack import MODEL
+from transfer.rendezvous import BootstrapServer
+from transfer.transport import open_transport
+
+WITH_LOGPROBS = LogprobOptions(wanted=True, start_len=-1, top_num=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt, greedy unless told otherwise."""
+
+    prompt: list[int]
+    max_new_tokens: int = 8
+    sampling: SamplingParams | None = None
+
+    def params(self) -> SamplingParams:
+        return self.sampling or SamplingParams(temperature=0.0, max_new_tokens=self.max_new_tokens, ignore_eos=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What came of a request. tokens: with logprob and the two likeliest alternatives."""
+
+    tokens: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    timing: Timing | None = None
+    error: ErrorRecord | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return [t.token_id for t in self.tokens]
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+
+def node_config(
+    role: Role,
+    *,
+    model: Path = MODEL,
+    engine: EngineConfig | None = None,
+    faults: LoopbackFaults | None = None,
+    verify: Verify = Verify.DIGEST,
+    transport: TransportName = TransportName.LOOPBACK,
+    **transfer: float,
+) -> NodeConfig:
+    return NodeConfig(
+        role=role,
+        model=ModelConfig(path=str(model)),
+        engine=engine or EngineConfig(max_total_tokens=16384, max_state_slots=24, max_running_requests=20),
+        transfer=TransferConfig(transport=transport, verify=verify, faults=faults or LoopbackFaults(), **transfer),
+    )
+
+
+class Snapshots:
+    """The bytes of every room as prefill had them when it committed and as decode had them when it adopted."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, tuple[Tensor, ...]] = {}
+        self.received: dict[int, tuple[Tensor, ...]] = {}
+
+    def watch(self, prefill: PrefillRole, decode: DecodeRole) -> None:
+        send_state, adopt = prefill._send_state, decode._adopt
+
+        def watched_send(emission: Emission) -> None:
+            room = prefill.by_rid[emission.sequence.rid].room
+            self.sent[room] = state_bytes(prefill, emission.sequence)
+            send_state(emission)
+
+        def watched_adopt(room: DecodeRoom, event: object) -> None:
+            self.received[room.address.room] = state_bytes(decode, room.sequence)
+            adopt(room, event)  # type: ignore[arg-type]
+
+        prefill._send_state = watched_send  # type: ignore[method-assign]
+        decode._adopt = watched_adopt  # type: ignore[method-assign]
+
+
+def state_bytes(role: PrefillRole | DecodeRole, sequence: EngineSequence) -> tuple[Tensor, ...]:
+    """Clones of (KV pages of the prompt, conv state, SSM state) of a sequence, all layers."""
+    pools = role.host.runner.pools
+    num_pages = role.host.scheduler.pages_for(sequence.num_prompt_tokens)
+    assert sequence.slot is not None
+    conv, ssm = pools.slot_state(sequence.slot)
+    return pools.kv[:, :, sequence.page_table[:num_pages]].clone(), conv, ssm
+
+
+class Ranks:
+    """roles: one unified role, or prefill and decode. `submit` takes a request; `run` steps until all have ended."""
+
+    def __init__(self, roles: Sequence[RankRole], bootstrap_port: int | None) -> None:
+        self.roles = list(roles)
+        self.bootstrap_port = bootstrap_port
+        self.outcomes: dict[str, Outcome] = {}
+        self._numbers = itertools.count(1)
+
+    @property
+    def prefill(self) -> PrefillRole:
+        assert isinstance(self.roles[0], PrefillRole)
+        return self.roles[0]
+
+    @property
+    def decode(self) -> DecodeRole:
+        assert isinstance(self.roles[-1], DecodeRole)
+        return self.roles[-1]
+
+    def submit(self, request: Request) -> Outcome:
+        """Give the request to every role; the outcome is filled by the last one, which answers the client."""
+        number = next(self._numbers)
+        room = None
+        if self.bootstrap_port is not None:
+            room = RoomAddress(host="127.0.0.1", port=self.bootstrap_port, room=number)
+        for role in reversed(self.roles):
+            role.submit(
+                Submit(
+                    rid=f"r{number}",
+                    token_ids=request.prompt,
+                    sampling=request.params(),
+                    logprobs=WITH_LOGPROBS,
+                    room=room,
+                    arrival_s=time.monotonic(),
+                )
+            )
+        return self.outcomes.setdefault(f"r{number}", Outcome())
+
+    def step(self) -> bool:
+        busy = False
+        for role in self.roles:
+            role.poll()
+            busy |= role.step()
+            for message in role.take_outbox():
+                if role is self.roles[-1]:
+                    self._take(message)
+        return busy
+
+    def _take(self, message: object) -> None:
+        match message:
+            case Updates(items=items):
+                for update in items:
+                    outcome = self.outcomes[update.rid]
+                    outcome.tokens += update.logprobs
+                    outcome.finish, outcome.timing = update.finish, update.timing
+            case Failure(rid=rid, error=error):
+                self.outcomes[rid].error = error
+
+    def run_until(self, done: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < deadline, "the ranks did not get there in time"
+            if not self.step():
+                time.sleep(0.0005)
+
+    def run(self, requests: Sequence[Request], timeout_s: float = 120.0) -> list[Outcome]:
+        outcomes = [self.submit(r) for r in requests]
+        self.run_until(lambda: all(o.ended for o in outcomes), timeout_s)
+        return outcomes
+
+    def assert_all_free(self, timeout_s: float = 5.0) -> None:
+        """Every page and slot comes back."""
+
+        def is_free() -> bool:
+            return all(
+                s.pages.num_free == s.pages.num_usable and s.slots.num_free == s.slots.num_usable
+                for s in (role.host.scheduler for role in self.roles)  # type: ignore[attr-defined]
+            )
+
+        self.run_until(is_free, timeout_s)
+
+
+@contextmanager
+def unified_ranks(**settings: object) -> Iterator[Ranks]:
+    role = UnifiedRole(node_config(Role.UNIFIED, **settings), 0)  # type: ignore[arg-type]
+    yield Ranks([role], None)
+    role.close()
+
+
+@contextmanager
+def disaggregated_ranks(**settings: object) -> Iterator[Ranks]:
+    prefill_config = node_config(Role.PREFILL, **settings)  # type: ignore[arg-type]
+    decode_config = node_config(Role.DECODE, **settings)  # type: ignore[arg-type]
+    prefill = PrefillRole(prefill_config, 0, open_transport(prefill_config.transfer), Waker())
+    try:
+        decode = DecodeRole(decode_config, 0, open_transport(decode_config.transfer), Waker())
+        try:
+            with bootstrap(prefill) as port:
+                yield Ranks([prefill, decode], port)
+        finally:
+            decode.close()
+    finally:
+        prefill.close()
+
+
+@contextmanager
+def bootstrap(prefill: PrefillRole) -> Iterator[int]:
+    """The prefill node's bootstrap endpoint on a thread of its own; yields its port."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="bootstrap")
+    thread.start()
+    address = prefill.ready().control_address
+    assert address is not None
+    server = BootstrapServer("127.0.0.1", 0, [address], prefill.host.layout, None, verify=prefill.config.verify)
+    try:
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+        yield server.port
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def assert_equivalent(got: Outcome, reference: Outcome, *, gap: float = 1e-4, logprob: float = 1e-4) -> None:
+    """Identical greedy tokens, except from where the reference's two likeliest tokens are closer than `gap`."""
+    assert got.error is None and reference.error is None, (got.error, reference.error)
+    assert got.finish == reference.finish and len(got.tokens) == len(reference.tokens)
+    for position, (ours, theirs) in enumerate(zip(got.tokens, reference.tokens, strict=True)):
+        if ours.token_id != theirs.token_id:
+            difference = theirs.top[0][0] - theirs.top[1][0]
+            assert difference < gap, f"token {position}: {ours} instead of {theirs}"
+            return
+        assert ours.logprob is not None and theirs.logprob is not None
+        assert abs(ours.logprob - theirs.logprob) <= logprob, f"logprob {position}: {ours} instead of {theirs}"
+
+
+def assert_bytes_crossed_unchanged(snapshots: Snapshots, expected_rooms: int) -> None:
+    assert snapshots.sent.keys() == snapshots.received.keys() and len(snapshots.sent) == expected_rooms
+    for room, sent in snapshots.sent.items():
+        for part, ours, theirs in zip(("kv", "conv", "ssm"), snapshots.received[room], sent, strict=True):
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), f"room {room}: {part} changed"
