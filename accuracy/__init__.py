@@ -1,0 +1,1 @@
+"""Accuracy of a served model: problems, scoring and comparisons."""

@@ -1,0 +1,1 @@
+"""Training of the bundled model `tandem-mini` (see training/README.md)."""
