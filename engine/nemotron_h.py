@@ -20,6 +20,7 @@ from engine.batch import ForwardBatch
 from engine.model_config import HybridConfig, LayerKind
 from engine.ops.attention import attend_decode, attend_prefill, write_kv
 from engine.ops.conv import ConvPlan, conv_prefill, conv_step, plan_conv
+from engine.ops.linear import Projection
 from engine.ops.norm import gated_rms_norm, rms_norm
 from engine.ops.ssd import ChunkPlan, plan_chunks, ssd_prefill, ssd_step
 from engine.pools import StatePools
@@ -47,7 +48,7 @@ class NemotronH:
         self.config = config
         self.embeddings = weights["embeddings.weight"]  # [V, D]
         self.final_norm = weights["norm_f.weight"]
-        self.head = weights["lm_head.weight"]  # [V, D]
+        self.head = _project(weights, "lm_head")
         self.norms = [weights[f"layers.{layer}.norm.weight"] for layer in range(len(config.layers))]
         self.mixers = [_mixer(config, weights, pools, layer) for layer in range(len(config.layers))]
 
@@ -58,7 +59,7 @@ class NemotronH:
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
             hidden = mixer.forward(rms_norm(hidden, norm, self.config.layer_norm_epsilon), hidden, step)
         hidden = hidden.index_select(0, batch.logit_tokens)  # [R, D]
-        return F.linear(rms_norm(hidden, self.final_norm, self.config.layer_norm_epsilon), self.head).float()
+        return self.head(rms_norm(hidden, self.final_norm, self.config.layer_norm_epsilon)).float()
 
     def _plan(self, batch: ForwardBatch) -> Step:
         part = batch.prefill
@@ -89,8 +90,8 @@ class MlpMixer:
     """down(relu(up(x))^2)."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self.up = Projection(weights, "up_proj")
-        self.down = Projection(weights, "down_proj")
+        self.up = _project(weights, "up_proj")
+        self.down = _project(weights, "down_proj")
 
     def forward(self, normed: Tensor, residual: Tensor, step: Step) -> Tensor:
         wide = torch.relu_(self.up(normed))
@@ -102,8 +103,8 @@ class AttentionMixer:
 
     def __init__(self, config: HybridConfig, weights: Mapping[str, Tensor], kv: Tensor) -> None:
         fused = torch.cat([weights[f"{name}_proj.weight"] for name in "qkv"])
-        self.qkv = Projection({"qkv.weight": fused}, "qkv")
-        self.out = Projection(weights, "o_proj")
+        self.qkv = Projection(fused)
+        self.out = _project(weights, "o_proj")
         self.kv = kv
         self.shape = (config.attention_heads, config.kv_heads, config.attention_head_dim)
 
@@ -133,8 +134,8 @@ class MambaMixer:
     ) -> None:
         self.config = config
         self.conv_state, self.ssm_state = conv_state, ssm_state
-        self.inner = Projection(weights, "in_proj")
-        self.out = Projection(weights, "out_proj")
+        self.inner = _project(weights, "in_proj")
+        self.out = _project(weights, "out_proj")
         self.conv_weight = weights["conv1d.weight"].squeeze(1).t().contiguous()  # [W, C]
         self.conv_bias = weights.get("conv1d.bias")
         self.a = -torch.exp(weights["A_log"].float())  # [H]
@@ -188,18 +189,5 @@ class MambaMixer:
         )
 
 
-class Projection:
-    """A matrix and an optional bias; its transpose is a view, which is what the matrix product wants."""
-
-    def __init__(self, weights: Mapping[str, Tensor], name: str) -> None:
-        self.matrix = weights[f"{name}.weight"].t()  # [in, out]
-        self.bias = weights.get(f"{name}.bias")
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out]."""
-        return torch.mm(x, self.matrix) if self.bias is None else torch.addmm(self.bias, x, self.matrix)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual [T, out] + the projection of x, in one product."""
-        total = torch.addmm(residual, x, self.matrix)
-        return total if self.bias is None else total.add_(self.bias)
+def _project(weights: Mapping[str, Tensor], name: str) -> Projection:
+    return Projection(weights[f"{name}.weight"], weights.get(f"{name}.bias"))

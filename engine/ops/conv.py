@@ -71,9 +71,15 @@ def conv_prefill(
 
 def conv_step(x: Tensor, pool: Tensor, slots: SlotIndex, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve one token of each of B sequences. x [B, C]; the rest and the result as `conv_prefill`."""
-    window = torch.cat((read_slots(pool, slots), x.unsqueeze(-1)), dim=-1)  # [B, C, W]
-    write_slots(pool, slots, window[..., 1:])
-    out = (window * weight.t()).sum(-1)  # [B, C]
+    state = read_slots(pool, slots)  # [B, C, W - 1]
+    out = x * weight[-1]
+    for k in range(state.shape[-1]):
+        out.addcmul_(state[..., k], weight[k])
+    # All windows move by one element as one flat copy; the last place of each, now wrong, is what the token fills.
+    flat = state.flatten(1)
+    flat[:, :-1] = flat[:, 1:].clone()
+    state[..., -1] = x
+    write_slots(pool, slots, state)
     return F.silu(out if bias is None else out.add_(bias), inplace=True)
 
 
