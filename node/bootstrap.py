@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-import msgspec
-
 from common.config import NodeConfig
-from common.layout import StateLayout
 from node.messages import Ready
 
 
@@ -30,19 +27,20 @@ StartBootstrap = Callable[[NodeConfig, list[Ready]], Awaitable[Bootstrap]]
 async def start_bootstrap(config: NodeConfig, readies: list[Ready]) -> Bootstrap:
     """Start the endpoint on `config.server.bootstrap_host:bootstrap_port`.
 
-    readies: of all ranks, by rank; a room's is one of their control addresses, and `info["layout"]` is their
-    StateLayout. Raises ConfigError when the port is taken.
+    readies: of all ranks, by rank: the address of each, and the layout that they share. Raises ConfigError when the
+    port is taken.
     """
     from transfer.handshake import read_key
     from transfer.rendezvous import BootstrapServer
 
     addresses = [ready.control_address for ready in readies if ready.control_address is not None]
-    assert len(addresses) == len(readies), "every prefill rank has a control address"
+    layout = readies[0].layout
+    assert len(addresses) == len(readies) and layout is not None, "a prefill rank has an address and a layout"
     endpoint = BootstrapServer(
         config.server.bootstrap_host,
         config.server.bootstrap_port,
         addresses,
-        msgspec.convert(readies[0].info["layout"], StateLayout),
+        layout,
         read_key(config.transfer.cluster_key_file),
         verify=config.transfer.verify,
         timeout_s=config.transfer.bootstrap_timeout_s,

@@ -59,12 +59,18 @@ def server_info(
         "fingerprint": first.fingerprint,
         "weight_version": WEIGHT_VERSION,
         "version": version("tandem-serve"),
-        "ranks": [msgspec.to_builtins(ready) for ready in readies],
+        "ranks": [_rank(ready) for ready in readies],
     }
 
 
 def served_name(config: NodeConfig) -> str:
     return config.model.served_name or Path(config.model.path).name
+
+
+def _rank(ready: Ready) -> dict[str, Any]:
+    """What a rank said when it was ready, but its layout, which the fingerprint stands for."""
+    fields: dict[str, Any] = msgspec.to_builtins(ready)
+    return {name: value for name, value in fields.items() if name not in ("type", "layout")}
 
 
 def _flat(config: NodeConfig) -> dict[str, Any]:
