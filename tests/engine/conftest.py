@@ -6,10 +6,13 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import NemotronHConfig, NemotronHForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import NemotronHForCausalLM
 
 NANO_V2_PATTERN = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
 
@@ -42,8 +45,13 @@ SHAPES = {
 
 
 def make_model(shape: Shape, seed: int = 0) -> NemotronHForCausalLM:
-    """A transformers model in float32. time_step_min is tiny because transformers takes it as the lower bound of dt in
-    prefill, but not in decode; dt_bias and A_log are drawn as at the start of a training."""
+    """A transformers model in float32.
+
+    time_step_min is tiny because transformers takes it as the lower bound of dt in prefill, but not in decode; dt_bias
+    and A_log are drawn as they are at the start of a training.
+    """
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
     config = NemotronHConfig(
         hybrid_override_pattern=shape.pattern,
         vocab_size=shape.vocab,
@@ -85,7 +93,7 @@ def _draw(name: str, weight: torch.Tensor) -> None:
     elif name.endswith("bias"):
         weight.normal_(0, 0.1)
     elif name.endswith("conv1d.weight"):
-        weight.uniform_(-0.5, 0.5)
+        weight.uniform_(-1, 1)
     else:
         weight.normal_(0, 1 if "embeddings" in name else weight.shape[-1] ** -0.5)
 
@@ -96,14 +104,27 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """name of a shape -> a folder that transformers saved."""
+def reference_models() -> Callable[[str], Any]:
+    """name of a shape -> the transformers model with its weights, made once."""
+    made: dict[str, Any] = {}
+
+    def model(name: str) -> Any:
+        if name not in made:
+            made[name] = make_model(SHAPES[name])
+        return made[name]
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory, reference_models: Callable[[str], Any]) -> Callable[[str], Path]:
+    """name of a shape -> a folder that transformers saved; tests do not change it."""
     made: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp(name)
-            make_model(SHAPES[name]).save_pretrained(made[name])
+            reference_models(name).save_pretrained(made[name])
         return made[name]
 
     return folder
