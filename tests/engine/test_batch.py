@@ -1,0 +1,101 @@
+"""build_batch: packing order, locations, logit rows, and that nothing of a row is dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from engine.batch import DecodePart, ForwardBatch, PrefillPart, Row, build_batch
+from engine.ops.attention import DecodeSpan, PrefillSpan
+
+PAGE = 4
+
+
+@pytest.mark.parametrize("cls", [Row, ForwardBatch, DecodePart, PrefillPart, DecodeSpan, PrefillSpan])
+def test_no_field_has_a_default(cls: type) -> None:
+    """A field that a constructor forgets must fail, not silently be off."""
+    assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    for field in dataclasses.fields(cls):
+        assert field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING, field.name
+
+
+ROWS = [
+    Row([10, 11, 12, 13, 14], 0, [5, 3], 6, 2),
+    Row([20], 9, [1, 2, 4], 8, 1),
+    Row([30, 31], 3, [6, 7, 9], 2, 0),
+    Row([40], 3, [8], 7, 1),
+    Row([50], 0, [10], 1, 1),
+]
+
+
+def test_decode_rows_come_first_by_slot_then_the_others_as_given() -> None:
+    batch = build_batch(ROWS, page_size=PAGE, device="cpu")
+    assert batch.token_ids.tolist() == [40, 20, 10, 11, 12, 13, 14, 30, 31, 50]
+    assert batch.locations.tolist() == [35, 17, 20, 21, 22, 23, 12, 27, 28, 40]
+    assert batch.decode is not None and batch.decode.rows == 2 and batch.decode.slots == slice(7, 9)
+    assert batch.prefill is not None
+    assert (batch.prefill.starts, batch.prefill.lengths) == ((0, 3, 0), (5, 2, 1))
+    assert batch.prefill.fresh.tolist() == [True, False, True]
+    assert isinstance(batch.prefill.slots, torch.Tensor) and batch.prefill.slots.tolist() == [6, 2, 1]
+
+
+def test_logits_are_asked_for_in_the_order_given() -> None:
+    batch = build_batch(ROWS, page_size=PAGE, device="cpu")
+    wanted = [13, 14, 20, 40, 50]
+    assert batch.token_ids[batch.logit_tokens].tolist() == wanted
+    nothing = build_batch([dataclasses.replace(ROWS[0], num_logits=0)], page_size=PAGE, device="cpu")
+    assert nothing.logit_tokens.shape == (0,)
+
+
+def test_spans_cover_the_pages_in_use_and_no_more() -> None:
+    batch = build_batch(ROWS, page_size=PAGE, device="cpu")
+    assert batch.decode is not None and batch.prefill is not None
+    (span,) = batch.decode.spans
+    assert isinstance(span.pages, torch.Tensor) and span.pages.tolist() == [8, 0, 0, 1, 2, 4]
+    assert span.mask is not None and span.length == 10
+    assert span.mask[:, 0, 0].sum(1).tolist() == [4, 10]
+    first, second, third = batch.prefill.spans
+    assert (first.begin, first.end, first.mask) == (0, 5, None)
+    assert (second.begin, second.end, second.pages) == (5, 7, slice(6, 8))
+    assert second.mask is not None and second.mask.int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert (third.begin, third.end, third.pages) == (7, 8, slice(10, 11))
+
+
+def test_pure_batches_have_one_part() -> None:
+    decode = build_batch([ROWS[1], ROWS[3]], page_size=PAGE, device="cpu")
+    assert decode.prefill is None and decode.decode is not None
+    prefill = build_batch([ROWS[0], ROWS[2]], page_size=PAGE, device="cpu")
+    assert prefill.decode is None and prefill.prefill is not None
+
+
+def test_large_decode_batches_are_attended_row_by_row() -> None:
+    rows = [Row([1], 4095, list(range(1 + slot * 1024, 1 + (slot + 1) * 1024)), slot + 1, 1) for slot in range(3)]
+    batch = build_batch(rows, page_size=PAGE, device="cpu")
+    assert batch.decode is not None
+    assert [(span.begin, span.end, span.length, span.mask) for span in batch.decode.spans] == [
+        (0, 1, 4096, None),
+        (1, 2, 4096, None),
+        (2, 3, 4096, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slot": 0},
+        {"token_ids": []},
+        {"num_logits": 6},
+        {"page_table": [5]},
+        {"start": -1},
+    ],
+)
+def test_rows_that_cannot_be_are_our_own_bugs(change: dict[str, object]) -> None:
+    with pytest.raises(AssertionError):
+        build_batch([dataclasses.replace(ROWS[0], **change)], page_size=PAGE, device="cpu")  # type: ignore[arg-type]
+
+
+def test_a_slot_belongs_to_one_row() -> None:
+    with pytest.raises(AssertionError, match="one row"):
+        build_batch([ROWS[0], dataclasses.replace(ROWS[1], slot=6)], page_size=PAGE, device="cpu")
