@@ -134,8 +134,7 @@ async def _make_token(node: ServingNode, rank: int) -> None:
     try:
         await exchange.result()
     finally:
-        if not exchange.is_finished:
-            exchange.abandon(WorkerError("the health check gave up"))
+        exchange.abandon(WorkerError("the health check has ended"))
 
 
 def _add_info(app: FastAPI, node: ServingNode) -> None:

@@ -9,18 +9,18 @@ from typing import Any
 
 from starlette.types import Receive
 
-from common.errors import ServingError, from_record
+from common.errors import AbortedError, ServingError, from_record
 from node.answers import Answer
 from node.messages import Failure
-from node.rank_client import Mailbox, RankClient, client_gone
+from node.rank_client import Mailbox, RankClient
 from node.requests import GenerateRequest
 from node.tokenizer import Tokenizer
 
 
 class Exchange:
-    """Made by `start`. Read with `advance` until `is_finished`; `abandon` ends it early.
+    """Submitted by `start`, read with `advance` until `is_finished`, all inside `while_connected`.
 
-    One failed sequence fails the request: the others are aborted.
+    One failed sequence fails the request: the others are aborted on the way out.
     """
 
     def __init__(self, client: RankClient, tokenizer: Tokenizer, request: GenerateRequest) -> None:
@@ -48,9 +48,7 @@ class Exchange:
         for item in items:
             if isinstance(item, Failure):
                 self._unfinished.discard(item.rid)
-                error = from_record(item.error)
-                self.abandon(error)
-                raise error
+                raise from_record(item.error)
             self._answers[item.rid].feed(item)
             if item.finish is not None:
                 self._unfinished.discard(item.rid)
@@ -75,9 +73,10 @@ class Exchange:
         return objects
 
     def abandon(self, error: ServingError) -> None:
-        """End what still runs; a reader that waits gets the error."""
-        self._client.abort(self._unfinished, error.message)
-        self._mailbox.close(error)
+        """End what still runs, once; a reader that waits gets the error."""
+        if not self._mailbox.is_closed:
+            self._client.abort(self._unfinished, error.message)
+            self._mailbox.close(error)
 
     @asynccontextmanager
     async def while_connected(self, receive: Receive) -> AsyncIterator[None]:
@@ -87,10 +86,9 @@ class Exchange:
             yield
         finally:
             watcher.cancel()
-            if not self.is_finished:
-                self.abandon(client_gone())
+            self.abandon(AbortedError("the request has ended"))
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.abandon(client_gone())
+        self.abandon(AbortedError("the client has gone", code="client_disconnected"))

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from common.errors import AbortedError, ErrorRecord, RequestError, ServingError, WorkerError, from_record
+from common.errors import ErrorRecord, RequestError, ServingError, WorkerError, from_record
 from node.messages import (
     Abort,
     Failure,
@@ -53,13 +53,17 @@ class Mailbox:
         self._closed: ServingError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed is not None
+
     def put(self, item: Update | Failure) -> None:
         self._items.append(item)
         self._wake()
 
     def close(self, error: ServingError) -> None:
         """Nobody needs what still comes: the reader gets this error instead."""
-        self._closed = self._closed or error
+        self._closed = error
         self._wake()
 
     async def take(self) -> list[Update | Failure]:
@@ -349,7 +353,3 @@ class RankClient:
 
 def _silent(rank: int, timeout_s: float) -> ErrorRecord:
     return WorkerError(f"rank {rank} made no token in {timeout_s:g} s", code="first_token_timeout").record()
-
-
-def client_gone() -> AbortedError:
-    return AbortedError("the client has gone", code="client_disconnected")

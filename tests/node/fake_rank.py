@@ -163,6 +163,7 @@ def run(rank: FakeRank, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], *, 
             if isinstance(message, Shutdown):
                 while stuck:
                     time.sleep(1)
+                print("told to shut down", file=sys.stderr, flush=True)
                 return
             rank.handle(message)
         rank.step()

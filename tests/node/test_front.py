@@ -117,7 +117,8 @@ def test_a_signal_ends_streams_ranks_and_front(model_path: str, tmp_path: Path, 
         assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
         assert node.process.wait(5) == 0 and time.monotonic() - start < 3
         assert len(ranks) == 2 and not any(map(is_alive, ranks))
-        assert "bootstrap closed" in node.log.read_text()
+        said = node.log.read_text()
+        assert "bootstrap closed" in said and said.count("told to shut down") == 2
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -1,0 +1,200 @@
+"""The client of the ranks against a rank that is a pair of sockets in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from common.errors import AbortedError, RequestError, WorkerError
+from common.handoff import RoomAddress
+from common.sampling import FinishReason, LogprobOptions, SamplingParams
+from node.front import ipc_directory
+from node.messages import (
+    Abort,
+    Failure,
+    FromRank,
+    Query,
+    Ready,
+    Reply,
+    Submit,
+    Update,
+    Updates,
+    from_rank_encoder,
+    to_rank_decoder,
+)
+from node.rank_client import MESSAGES_PER_WAKE, Mailbox, RankClient
+
+DONE = FinishReason(type="length", length=1)
+
+
+class SocketRank:
+    """The other ends of a client's sockets."""
+
+    def __init__(self, ipc_dir: Path, rank: int) -> None:
+        self.context = zmq.Context()
+        self.outbox = self.context.socket(zmq.PUSH)
+        self.outbox.connect(f"ipc://{ipc_dir}/from_ranks")
+        self.inbox = self.context.socket(zmq.PULL)
+        self.inbox.bind(f"ipc://{ipc_dir}/to_rank{rank}")
+
+    def send(self, *messages: FromRank) -> None:
+        for message in messages:
+            self.outbox.send(from_rank_encoder.encode(message))
+
+    def receive(self) -> object:
+        assert self.inbox.poll(2000), "nothing came"
+        return to_rank_decoder.decode(self.inbox.recv())
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[tuple[RankClient, SocketRank]]:
+    with ipc_directory() as ipc_dir:
+        client = RankClient(ipc_dir, silence_timeout_s=30.0)
+        client.start()
+        rank = SocketRank(ipc_dir, 0)
+        client.add_rank(0, 1234)
+        yield client, rank
+        client.close()
+        rank.context.destroy(linger=0)
+
+
+def ready(pid: int = 1234) -> Ready:
+    return Ready(
+        pid=pid,
+        fingerprint="f",
+        transport="t",
+        control_address=None,
+        context_length=1,
+        max_total_tokens=1,
+        vocab_size=1,
+        info={},
+    )
+
+
+def submit(rid: str, room: int | None = None) -> Submit:
+    return Submit(
+        rid=rid,
+        token_ids=[1],
+        sampling=SamplingParams(),
+        logprobs=LogprobOptions(),
+        room=None if room is None else RoomAddress(host="h", port=1, room=room),
+        arrival_s=0.0,
+    )
+
+
+def update(rid: str, token_id: int, finish: FinishReason | None = None) -> Updates:
+    return Updates([Update(rid=rid, token_ids=[token_id], logprobs=[], num_cached_tokens=0, finish=finish)])
+
+
+async def take(mailbox: Mailbox, count: int) -> list[Update | Failure]:
+    items: list[Update | Failure] = []
+    async with asyncio.timeout(5):
+        while len(items) < count:
+            items += await mailbox.take()
+    return items
+
+
+async def test_many_messages_at_once_all_arrive_in_order(pair: tuple[RankClient, SocketRank]) -> None:
+    client, rank = pair
+    mailbox = Mailbox()
+    client.submit([submit("a")], mailbox, group=None, rank=None)
+    count = 5 * MESSAGES_PER_WAKE + 3
+    rank.send(*(update("a", i) for i in range(count)))
+    assert rank.receive() == submit("a")  # and by now the messages wait in our socket
+    items = await take(mailbox, count)
+    assert [item.token_ids[0] for item in items if isinstance(item, Update)] == list(range(count))
+
+
+async def test_all_sequences_start_or_none(pair: tuple[RankClient, SocketRank]) -> None:
+    client, rank = pair
+    client.submit([submit("a", room=5)], Mailbox(), group=None, rank=None)
+    for bad in (submit("a"), submit("c", room=5)):
+        with pytest.raises(RequestError):
+            client.submit([submit("b"), bad], Mailbox(), group=None, rank=None)
+    assert client.num_running == 1 and rank.receive() == submit("a", room=5)
+    assert not rank.inbox.poll(50)
+
+
+async def test_a_sequence_is_running_until_its_rank_says_that_it_ended(pair: tuple[RankClient, SocketRank]) -> None:
+    client, rank = pair
+    for rid, last in (("a", update("a", 1, DONE)), ("b", Failure(rid="b", error=AbortedError("x").record()))):
+        mailbox = Mailbox()
+        client.submit([submit(rid)], mailbox, group=None, rank=None)
+        client.abort([rid], "why")
+        assert client.num_running == 1
+        rank.send(last)
+        await take(mailbox, 1)
+        assert client.num_running == 0
+    client.abort(["a", "never heard of"], "why")
+    assert [type(rank.receive()) for _ in range(4)] == [Submit, Abort, Submit, Abort]
+    assert not rank.inbox.poll(50)
+
+
+async def test_what_comes_for_nobody_is_dropped(pair: tuple[RankClient, SocketRank]) -> None:
+    client, rank = pair
+    rank.send(update("unknown", 1), Failure(rid="unknown", error=AbortedError("x").record()))
+    rank.send(Reply(ticket=99, payload={}), ready())
+    assert [r.pid for r in await asyncio.wait_for(client.wait_ready(), 5)] == [1234]
+
+
+async def test_a_group_is_found_by_its_name(pair: tuple[RankClient, SocketRank]) -> None:
+    client, _ = pair
+    client.submit([submit("g_0"), submit("g_1")], Mailbox(), group="g", rank=None)
+    client.submit([submit("g_9")], Mailbox(), group=None, rank=None)
+    assert client.rids_of("g") == ["g_0", "g_1"] and client.rids_of("g_9") == ["g_9"] and client.rids_of("x") == []
+
+
+async def test_questions_get_their_answer_their_error_or_a_time_out(pair: tuple[RankClient, SocketRank]) -> None:
+    client, rank = pair
+    first = asyncio.create_task(client.query(0, "state", timeout_s=5))
+    second = asyncio.create_task(client.query(0, "flush", timeout_s=5))
+    await asyncio.sleep(0)
+    asked = [rank.receive(), rank.receive()]
+    assert [q.what for q in asked if isinstance(q, Query)] == ["state", "flush"]
+    state, flush = (q.ticket for q in asked if isinstance(q, Query))
+    rank.send(
+        Reply(ticket=flush, payload={}, error=RequestError("busy").record()), Reply(ticket=state, payload={"x": 1})
+    )
+    assert await first == {"x": 1}
+    with pytest.raises(RequestError, match="busy"):
+        await second
+    with pytest.raises(WorkerError, match=r"no answer in 0\.05 s"):
+        await client.query(0, "state", timeout_s=0.05)
+
+
+async def test_a_death_fails_everything_of_that_rank(pair: tuple[RankClient, SocketRank]) -> None:
+    client, _ = pair
+    mailbox = Mailbox()
+    client.submit([submit("a", room=0)], mailbox, group=None, rank=None)
+    question = asyncio.create_task(client.query(0, "state", timeout_s=5))
+    await asyncio.sleep(0)
+    client.on_rank_death(0, WorkerError("dead", code="rank_died"))
+    (failure,) = await take(mailbox, 1)
+    assert isinstance(failure, Failure) and failure.error.code == "rank_died"
+    for attempt in (question, client.query(0, "state", timeout_s=5), client.wait_ready()):
+        with pytest.raises(WorkerError, match="dead"):
+            await attempt
+    with pytest.raises(WorkerError, match="dead"):
+        client.submit([submit("a", room=0)], Mailbox(), group=None, rank=None)
+    assert client.num_running == 0 and len(client.errors()) == 1
+
+
+async def test_a_stranger_that_is_ready_is_no_rank(pair: tuple[RankClient, SocketRank]) -> None:
+    client, rank = pair
+    rank.send(ready(pid=1))
+    with pytest.raises(WorkerError, match="none of our ranks"):
+        await asyncio.wait_for(client.wait_ready(), 5)
+
+
+async def test_a_closed_mailbox_gives_its_error_to_the_reader() -> None:
+    mailbox = Mailbox()
+    reader = asyncio.create_task(mailbox.take())
+    await asyncio.sleep(0)
+    mailbox.put(Failure(rid="a", error=AbortedError("x").record()))
+    mailbox.close(AbortedError("gone"))
+    with pytest.raises(AbortedError, match="gone"):
+        await reader
