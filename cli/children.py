@@ -90,18 +90,25 @@ class Children:
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
-        """End all of them, the last started first, and whatever they have started; kill what does not end in time."""
+        """End all of them and whatever they have started; kill what does not end in time.
+
+        The one started last goes first: it is the door, and nobody shall knock at those behind it when they are gone.
+        """
         family = _descendants([child.process.pid for child in self.running])
-        for child in reversed(self.running):
-            if child.process.poll() is None:
-                child.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + self.grace_s
-        for child in self.running:
-            if not _ended_by(child.process, deadline):
-                self.say(f"{child.plan.name}: does not end, killed")
+        self._terminate(self.running[-1:])
+        self._terminate(self.running[:-1])
         _kill([process for process in family if process.is_running()])
         for child in self.running:
             child.process.wait()
+
+    def _terminate(self, children: Sequence[Child]) -> None:
+        for child in children:
+            if child.process.poll() is None:
+                child.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self.grace_s
+        for child in children:
+            if not _ended_by(child.process, deadline):
+                self.say(f"{child.plan.name}: does not end, killed")
 
 
 def _answers_health(url: str) -> bool:

@@ -27,6 +27,7 @@ from router.workers import Workers
 
 _LINGER_S = 5.0
 _STOP_S = 1.0
+_MAX_HEADER_CHARS = 256
 _DONE = b"data: [DONE]\n\n"
 
 Background = Callable[[Coroutine[Any, Any, None]], None]
@@ -91,7 +92,7 @@ class Client:
             headers.append((b"content-length", b"%d" % length))
         else:
             headers.append((b"cache-control", b"no-cache"))
-        if rid.isascii() and rid.isprintable():
+        if len(rid) <= _MAX_HEADER_CHARS and rid.isascii() and rid.isprintable():
             headers.append((b"x-request-id", rid.encode("ascii")))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         self.started = True

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -25,10 +25,11 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPO)}
 
 
 class Up:
-    """A running `up`. output: everything it has said so far."""
+    """A running `up`. output: everything it has said so far. seen: every process below it that a test has looked at."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self.process, self._log = process, log
+        self.seen: list[psutil.Process] = []
 
     @property
     def output(self) -> str:
@@ -41,7 +42,9 @@ class Up:
             time.sleep(0.02)
 
     def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        self.seen += found
+        return found
 
     def wait(self) -> int:
         return self.process.wait(20)
@@ -53,14 +56,17 @@ def start_up(tmp_path: Path, *flags: str) -> Iterator[Up]:
     command = [sys.executable, str(FAKE_UP), str(free_ports(1)[0]), *flags]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+    up = Up(process, log)
     try:
-        yield Up(process, log)
+        yield up
     finally:
         if process.poll() is None:
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
+            up.family()
             process.kill()
             process.wait()
+        for child in up.seen:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def assert_gone(family: list[psutil.Process], limit_s: float = 5.0) -> None:
