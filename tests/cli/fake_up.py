@@ -30,7 +30,7 @@ if __name__ == "__main__":
         model_path="none",
         transport="loopback",
         threads=None,
-        start_timeout=3.0,
+        start_timeout=3.0 if "--mute" in sys.argv else 30.0,
         log_level="warning",
         once=once,
     )

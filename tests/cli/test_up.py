@@ -35,7 +35,7 @@ class Up:
     def output(self) -> str:
         return self._log.read_text()
 
-    def until_said(self, words: str, limit_s: float = 15.0) -> None:
+    def until_said(self, words: str, limit_s: float = 30.0) -> None:
         deadline = time.monotonic() + limit_s
         while words not in self.output:
             assert time.monotonic() < deadline, self.output
@@ -47,7 +47,7 @@ class Up:
         return found
 
     def wait(self) -> int:
-        return self.process.wait(20)
+        return self.process.wait(40)
 
 
 @contextmanager
