@@ -10,6 +10,7 @@ import ipaddress
 import socket
 import struct
 import threading
+from collections.abc import Callable
 
 import msgspec
 
@@ -59,15 +60,16 @@ class Channel:
 
     async def receive(self) -> Message:
         """The next message. Raises WorkerError at the end of the connection, TransferError for what is no message."""
-        size = _PREFIX.unpack(await self._take(_PREFIX.size))[0]
-        if size > self.limit_bytes:
-            raise TransferError(f"a frame of {size} bytes, {self.limit_bytes} allowed", code="protocol_error")
-        body = await self._take(size)
-        try:
-            message: Message = self._decode(body)
-        except msgspec.MsgspecError as error:
-            raise TransferError(f"not a message of this protocol: {error}", code="protocol_error") from error
+        while (message := self._next()) is None:
+            await self._more()
         return message
+
+    async def pump(self, handle: Callable[[Message], None]) -> None:
+        """Hand every message to `handle` as soon as it is here, until the connection ends; raises as `receive` does."""
+        while True:
+            while (message := self._next()) is not None:
+                handle(message)
+            await self._more()
 
     def shut(self) -> None:
         """From any thread: end the connection in both directions; whoever reads gets the end of it, and closes."""
@@ -86,18 +88,33 @@ class Channel:
             self.shut()
             self._sock.close()
 
-    async def _take(self, size: int) -> bytes:
-        while len(self._inbox) < size:
-            try:
-                data = await self._loop.sock_recv(self._sock, _READ_BYTES)
-            except OSError as error:
-                raise WorkerError(f"the connection to {self.peer_host} broke: {error}", code="peer_lost") from error
-            if not data:
-                raise WorkerError(f"the peer at {self.peer_host} closed the connection", code="peer_lost")
-            self._inbox += data
-        taken = bytes(self._inbox[:size])
-        del self._inbox[:size]
-        return taken
+    def _next(self) -> Message | None:
+        """The next message if all of it is here."""
+        if len(self._inbox) < _PREFIX.size:
+            return None
+        size = _PREFIX.unpack_from(self._inbox)[0]
+        if size > self.limit_bytes:
+            raise TransferError(f"a frame of {size} bytes, {self.limit_bytes} allowed", code="protocol_error")
+        end = _PREFIX.size + size
+        if len(self._inbox) < end:
+            return None
+        body = bytes(self._inbox[_PREFIX.size : end])
+        del self._inbox[:end]
+        try:
+            message: Message = self._decode(body)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"not a message of this protocol: {error}", code="protocol_error") from error
+        return message
+
+    async def _more(self) -> None:
+        """Wait for bytes."""
+        try:
+            data = await self._loop.sock_recv(self._sock, _READ_BYTES)
+        except OSError as error:
+            raise WorkerError(f"the connection to {self.peer_host} broke: {error}", code="peer_lost") from error
+        if not data:
+            raise WorkerError(f"the peer at {self.peer_host} closed the connection", code="peer_lost")
+        self._inbox += data
 
     def _flush(self) -> None:
         """Give the kernel what it takes now; needs the lock."""

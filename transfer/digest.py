@@ -15,7 +15,7 @@ import xxhash
 
 from common.config import Verify
 from common.layout import PoolLayout, PoolPlacement, StateKind, StateLayout
-from transfer.plan import KV, TRACK
+from transfer.plan import TRACK
 
 METADATA = "metadata"
 
@@ -82,6 +82,22 @@ class PagesDigest:
         return _combine((running.digest() for _, running in self._pools), self._verify)
 
 
+class IncomingPages:
+    """The receiver's pages, hashed as they are announced. first: the first prompt page that crosses the wire."""
+
+    def __init__(self, reader: StateReader, verify: Verify, pages: Sequence[int], first: int) -> None:
+        self._digest = PagesDigest(reader, verify)
+        self._pages, self._hashed = pages, first
+
+    def advance(self, num_pages: int) -> None:
+        """Hash what was not yet, up to `num_pages`."""
+        self._digest.update(self._pages[self._hashed : num_pages])
+        self._hashed = max(self._hashed, num_pages)
+
+    def digest(self) -> bytes:
+        return self._digest.digest()
+
+
 def pages_digest(reader: StateReader, pages: Sequence[int], verify: Verify) -> bytes:
     running = PagesDigest(reader, verify)
     running.update(pages)
@@ -104,17 +120,6 @@ def metadata_digest(payload: bytes, verify: Verify) -> bytes:
     running = _Hash(verify)
     running.update(payload)
     return running.digest()
-
-
-def all_digests(
-    reader: StateReader, pages: Sequence[int], slot: int, track_slot: int | None, metadata: bytes, verify: Verify
-) -> dict[str, bytes]:
-    """Every part at once, as the receiver checks them."""
-    return {
-        METADATA: metadata_digest(metadata, verify),
-        KV: pages_digest(reader, pages, verify),
-        **slot_digests(reader, slot, track_slot, verify),
-    }
 
 
 def _slot_digest(reader: StateReader, kinds: tuple[StateKind, ...], slot: int, verify: Verify) -> bytes:

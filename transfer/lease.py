@@ -11,6 +11,7 @@ import enum
 from dataclasses import dataclass
 
 from common.handoff import RoomAddress
+from transfer.digest import IncomingPages
 from transfer.messages import Open
 
 
@@ -35,7 +36,8 @@ _NEXT: dict[LeaseState, frozenset[LeaseState]] = {
 class Lease:
     """address: of the bootstrap endpoint. deadline_s: on the monotonic clock.
 
-    writer: the instance of the sender that was told of the pages; None while none was.
+    writer: the instance of the sender that was told of the pages; None while none was. incoming: the digest of the KV
+    pages, as far as they are here; None when verify is off.
     """
 
     address: RoomAddress
@@ -43,6 +45,7 @@ class Lease:
     deadline_s: float
     state: LeaseState = LeaseState.RESERVED
     writer: str | None = None
+    incoming: IncomingPages | None = None
     waiting_for: str = "the prefill node"
 
     @property

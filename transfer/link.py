@@ -20,14 +20,15 @@ class Link:
 
     async def pump(self, handle: Callable[[Message], None]) -> None:
         """Hand every message but pings to `handle`, until the connection ends (raises WorkerError or TransferError)."""
-        while True:
-            message = await self.channel.receive()
-            self._heard_s = time.monotonic()
-            self.silent = False
-            if isinstance(message, Ping):
-                self.channel.send(Pong(lanes=tuple(self._outbound()) if message.lanes else None))
-            else:
-                handle(message)
+        await self.channel.pump(lambda message: self._hear(message, handle))
+
+    def _hear(self, message: Message, handle: Callable[[Message], None]) -> None:
+        self._heard_s = time.monotonic()
+        self.silent = False
+        if isinstance(message, Ping):
+            self.channel.send(Pong(lanes=tuple(self._outbound()) if message.lanes else None))
+        else:
+            handle(message)
 
     def beat(self, liveness_timeout_s: float) -> bool:
         """Ping when due. True when the peer has just been found silent."""

@@ -10,6 +10,7 @@ Lookup           ─>                    bootstrap endpoint only
                  <─ Ranks
 Open             ─>                    rank only: one connection for all rooms of a pair of ranks
                  <─ Opened             both legs are here; writes may land from Open on
+                 <─ Landed             these pages are in place (any number of times)
                  <─ Commit | Failed    Commit: every byte is in place
 Accepted | Abort ─>                    Accepted: every digest was right
                  <─ Drained            after Failed or Abort: nothing more will be written
@@ -96,6 +97,14 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease: int
 
 
+class Landed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The KV of prompt pages up to num_pages is in place and will not be written again; decode may hash it now."""
+
+    room: int
+    lease: int
+    num_pages: int
+
+
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """num_pages: prompt pages from 0 that hold KV now. metadata: an encoded HandoffMetadata.
 
@@ -155,6 +164,7 @@ Message = (
     | Ranks
     | Open
     | Opened
+    | Landed
     | Commit
     | Accepted
     | Failed

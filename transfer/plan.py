@@ -52,6 +52,10 @@ def coalesce(blocks: Iterable[Block]) -> list[Block]:
 
 def batches(blocks: Sequence[Block], limit_bytes: int) -> Iterator[list[Block]]:
     """Cut the blocks into writes of at most `limit_bytes`, so that an abort never waits for more than one of them."""
+    if sum(block.nbytes for block in blocks) <= limit_bytes:
+        if blocks:
+            yield list(blocks)
+        return
     batch: list[Block] = []
     room = limit_bytes
     for block in blocks:

@@ -30,7 +30,7 @@ from common.config import TransferConfig, Verify
 from common.errors import AbortedError, RequestError, ServingError, TransferError, WorkerError, from_record
 from common.handoff import HandoffMetadata, RoomAddress
 from common.layout import PoolPlacement, StateLayout
-from transfer.digest import StateReader, all_digests
+from transfer.digest import METADATA, IncomingPages, StateReader, metadata_digest, slot_digests
 from transfer.events import Committed, DecodeEvent, EventQueue, Released, RoomFailed
 from transfer.handshake import brief, read_key
 from transfer.lease import Lease, LeaseState
@@ -44,6 +44,7 @@ from transfer.messages import (
     Drained,
     Failed,
     Hello,
+    Landed,
     Message,
     Open,
     Opened,
@@ -51,7 +52,7 @@ from transfer.messages import (
     Pong,
     Ranks,
 )
-from transfer.plan import TRACK
+from transfer.plan import KV, TRACK
 from transfer.rendezvous import look_up
 from transfer.server import dial
 from transfer.transport import Transport
@@ -141,6 +142,8 @@ class DecodeTransfer:
                     f"room {address.room} is in use", code="room_in_use", param="bootstrap_room", status=409
                 )
             lease = Lease(address, message, time.monotonic() + self._config.bootstrap_timeout_s)
+            if self._reader is not None:
+                lease.incoming = IncomingPages(self._reader, self._config.verify, message.pages, num_cached_pages)
             self._leases[address.room] = lease
         self._thread.call(self._spawn_placing, lease)
 
@@ -304,6 +307,8 @@ class DecodeTransfer:
         match message:
             case Opened():
                 self._opened(link, message)
+            case Landed():
+                self._landed(link, message)
             case Commit():
                 self._commit(link, message)
             case Failed():
@@ -315,7 +320,7 @@ class DecodeTransfer:
             case _:
                 raise TransferError(f"unexpected {type(message).__name__} from prefill", code="protocol_error")
 
-    def _lease_of(self, link: Link, message: Opened | Commit | Failed | Drained) -> Lease | None:
+    def _lease_of(self, link: Link, message: Opened | Landed | Commit | Failed | Drained) -> Lease | None:
         """The lease that this sender speaks of, unless it is over or not the sender's."""
         lease = self._leases.get(message.room)
         if lease is None or (lease.writer, lease.open.lease) != (link.peer.instance, message.lease):
@@ -343,6 +348,14 @@ class DecodeTransfer:
             if lease is not None and lease.state is LeaseState.DRAINING:
                 self._release(lease)
 
+    def _landed(self, link: Link, message: Landed) -> None:
+        """Use the time until the commit."""
+        with self._lock:
+            lease = self._lease_of(link, message)
+            if lease is None or not lease.live or lease.incoming is None:
+                return
+        lease.incoming.advance(message.num_pages)
+
     def _commit(self, link: Link, message: Commit) -> None:
         """Every byte is in place: check them, then give the lease back as a success."""
         with self._lock:
@@ -361,10 +374,10 @@ class DecodeTransfer:
             if not lease.live:
                 return
             lease.move(LeaseState.COMMITTED)
+            self._events.put(Committed(lease.room, metadata, message.bytes_by_part, seconds))
             link.channel.send(Accepted(room=lease.room, lease=lease.open.lease))
             self._counts["committed"] += 1
             self._bytes.update(message.bytes_by_part)
-            self._events.put(Committed(lease.room, metadata, message.bytes_by_part, seconds))
             lease.move(LeaseState.RELEASED)
             del self._leases[lease.room]
 
@@ -373,16 +386,12 @@ class DecodeTransfer:
         cached, filled = lease.open.num_cached_pages, message.num_pages
         if not cached <= filled <= len(lease.open.pages):
             raise TransferError(f"room {lease.room}: {filled} pages were committed", code="bad_metadata")
-        if self._reader is not None:
+        if self._reader is not None and lease.incoming is not None:
             track = lease.open.track_slot if TRACK in message.digests else None
-            found = all_digests(
-                self._reader,
-                lease.open.pages[cached:filled],
-                lease.open.slot,
-                track,
-                message.metadata,
-                self._config.verify,
-            )
+            lease.incoming.advance(filled)
+            found = slot_digests(self._reader, lease.open.slot, track, self._config.verify)
+            found[KV] = lease.incoming.digest()
+            found[METADATA] = metadata_digest(message.metadata, self._config.verify)
             wrong = sorted(part for part in found | message.digests if found.get(part) != message.digests.get(part))
             if wrong:
                 self._mismatches.update(wrong)

@@ -6,8 +6,8 @@
     anything wrong, at any time: RoomFailed at once, Released when no write is in flight (then decode hears Drained)
 
 Threads: the scheduler calls; a loop thread talks to decode ranks; one worker per decode rank posts its writes, so that
-a stuck peer holds up nobody else. A lock guards the rooms; nobody waits while holding it. What the scheduler sends
-before decode has opened the room is kept until it has.
+a stuck peer holds up nobody else; one thread takes digests while the writes run. A lock guards the rooms; nobody waits
+while holding it. What the scheduler sends before decode has opened the room is kept until it has.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -30,7 +31,7 @@ from common.errors import AbortedError, RequestError, ServingError, TransferErro
 from common.handoff import HandoffMetadata
 from common.layout import PoolPlacement, StateKind, StateLayout
 from transfer.channel import Channel
-from transfer.digest import METADATA, PagesDigest, StateReader, metadata_digest, slot_digests
+from transfer.digest import StateReader
 from transfer.events import EventQueue, Offer, PrefillEvent, Released, RoomFailed, RoomOpened, Sent
 from transfer.handshake import brief, read_key
 from transfer.link import Link, tick_s
@@ -39,16 +40,17 @@ from transfer.messages import (
     PROTOCOL_VERSION,
     Abort,
     Accepted,
-    Commit,
     Drained,
     Failed,
     Hello,
+    Landed,
     Message,
     Open,
     Opened,
     Pong,
 )
-from transfer.plan import KV, batches, plan_pages, plan_slot
+from transfer.plan import batches
+from transfer.posting import Finish, Job, Pages, Posting, State
 from transfer.server import FrameServer
 from transfer.transport import Block, Transport
 
@@ -56,23 +58,7 @@ log = logging.getLogger(__name__)
 
 MAX_WRITE_BYTES = 32 << 20
 ROOM_LIMIT = 2**63
-
-
-class _Pages(NamedTuple):
-    first: int
-    pages: tuple[int, ...]
-
-
-class _State(NamedTuple):
-    slot: int
-    track_slot: int | None
-
-
-class _Finish(NamedTuple):
-    metadata: HandoffMetadata
-
-
-_Job = _Pages | _State | _Finish
+GREETINGS = 3
 
 
 @dataclass(slots=True)
@@ -80,7 +66,7 @@ class _Peer:
     """One decode rank: its connection and the worker that writes to it."""
 
     link: Link
-    jobs: queue.SimpleQueue[tuple[_Room, _Job] | None] = field(default_factory=queue.SimpleQueue)
+    jobs: queue.SimpleQueue[tuple[_Room, Job] | None] = field(default_factory=queue.SimpleQueue)
 
 
 @dataclass(slots=True)
@@ -98,14 +84,11 @@ class _Room:
     rid: str | None = None
     open: Open | None = None
     peer: _Peer | None = None
-    waiting: list[_Job] = field(default_factory=list)
+    waiting: list[Job] = field(default_factory=list)
     busy: bool = False
     failed: ServingError | None = None
     unsure: bool = False
-    next_page: int = 0
-    digest: PagesDigest | None = None
-    digests: dict[str, bytes] = field(default_factory=dict)
-    bytes_by_part: dict[str, int] = field(default_factory=dict)
+    posting: Posting | None = None
     compute_end_s: float = 0.0
     committed: bool = False
 
@@ -141,6 +124,7 @@ class PrefillTransfer:
         self._bytes: Counter[str] = Counter()
         key = read_key(config.cluster_key_file)
         self._server = FrameServer(config.host, port, key, self._hello, config.bootstrap_timeout_s, self._serve)
+        self._hasher = ThreadPoolExecutor(1, "transfer-hash")
         self._thread = LoopThread("transfer-prefill")
         try:
             self._thread.run(self._server.start(), config.bootstrap_timeout_s)
@@ -170,15 +154,15 @@ class PrefillTransfer:
 
     def send_pages(self, room: int, first_page_index: int, src_pages: Sequence[int]) -> None:
         """KV of prompt pages first_page_index … is complete in `src_pages`. Calls are in the order of the prompt."""
-        self._submit(room, _Pages(first_page_index, tuple(src_pages)))
+        self._submit(room, Pages(first_page_index, tuple(src_pages)))
 
     def send_state(self, room: int, slot: int, track_slot: int | None = None) -> None:
         """The final conv and SSM state is complete in `slot`, the tracked one in `track_slot`."""
-        self._submit(room, _State(slot, track_slot))
+        self._submit(room, State(slot, track_slot))
 
     def commit(self, room: int, metadata: HandoffMetadata) -> None:
         """Compute is finished and everything was sent. Pages and slots stay as they are until `Released`."""
-        self._submit(room, _Finish(metadata))
+        self._submit(room, Finish(metadata))
 
     def abort(self, room: int, error: ServingError) -> None:
         """End the room on both sides. A room that is over already is no fault."""
@@ -214,6 +198,7 @@ class PrefillTransfer:
             time.sleep(0.005)
         self._thread.run(self._server.close(), self._config.transfer_timeout_s)
         self._thread.stop()
+        self._hasher.shutdown()
 
     # Rooms. All of these need the lock.
 
@@ -228,9 +213,8 @@ class PrefillTransfer:
         """Both legs are here."""
         assert entry.open is not None and entry.peer is not None
         entry.deadline_s = None
-        entry.next_page = entry.open.num_cached_pages
-        if self._reader is not None:
-            entry.digest = PagesDigest(self._reader, self._config.verify)
+        theirs = entry.peer.link.peer.placements
+        entry.posting = Posting(self._layout, self._placements, theirs, entry.open, self._reader, self._config.verify)
         entry.peer.link.channel.send(Opened(room=entry.room, lease=entry.open.lease))
         cached = entry.open.num_cached_pages
         offer = Offer(len(entry.open.pages), cached, cached * self._layout.page_size, entry.open.track_slot is not None)
@@ -239,12 +223,12 @@ class PrefillTransfer:
             entry.peer.jobs.put((entry, job))
         entry.waiting.clear()
 
-    def _submit(self, room: int, job: _Job) -> None:
+    def _submit(self, room: int, job: Job) -> None:
         with self._lock:
             entry = self._rooms.get(room)
             if entry is None or entry.failed:
                 return  # it failed; the event is on its way
-            if isinstance(job, _Finish):
+            if isinstance(job, Finish):
                 entry.compute_end_s = time.monotonic()
                 if entry.peer is not None:
                     self._set_transfer_deadline(entry)
@@ -340,7 +324,7 @@ class PrefillTransfer:
             entry = self._add(message.room, self._config.bootstrap_timeout_s, "the prefill leg")
         entry.open, entry.peer = message, peer
         if entry.rid is not None:
-            compute_ended = any(isinstance(job, _Finish) for job in entry.waiting)
+            compute_ended = any(isinstance(job, Finish) for job in entry.waiting)
             self._begin(entry)
             if compute_ended:
                 self._set_transfer_deadline(entry)
@@ -365,11 +349,11 @@ class PrefillTransfer:
         entry = self._rooms.get(message.room)
         if entry is None or entry.open is None or entry.open.lease != message.lease or entry.failed:
             return  # it crossed our own Failed
-        if not entry.committed:
+        if not entry.committed or entry.posting is None:
             raise TransferError(f"room {entry.room} was accepted before it was committed", code="protocol_error")
         self._counts["sent"] += 1
-        self._bytes.update(entry.bytes_by_part)
-        self._events.put(Sent(entry.room, entry.bytes_by_part, time.monotonic() - entry.compute_end_s))
+        self._bytes.update(entry.posting.bytes_by_part)
+        self._events.put(Sent(entry.room, entry.posting.bytes_by_part, time.monotonic() - entry.compute_end_s))
         self._remove(entry)
 
     def _aborted(self, peer: _Peer, message: Abort) -> None:
@@ -419,7 +403,8 @@ class PrefillTransfer:
     # The worker of one decode rank.
 
     def _work(self, peer: _Peer) -> None:
-        ahead: tuple[_Room, _Job] | None = None
+        self._greet(peer)
+        ahead: tuple[_Room, Job] | None = None
         while True:
             first = ahead or peer.jobs.get()
             if first is None:
@@ -438,7 +423,22 @@ class PrefillTransfer:
                 jobs.append(following[1])
             self._perform(entry, jobs)
 
-    def _perform(self, entry: _Room, jobs: Sequence[_Job]) -> None:
+    def _greet(self, peer: _Peer) -> None:
+        """Open the data connections by writing the reserved page or slot 0 of the first pool, which nobody reads.
+
+        The first write to a peer is slow, and where a dead process had the same session it fails, once.
+        """
+        pool, mine, theirs = self._layout.pools[0], self._placements[0], peer.link.peer.placements[0]
+        block = Block(mine.base, theirs.base, pool.item_bytes, "greeting")
+        for _ in range(GREETINGS):
+            try:
+                self._transport.write(peer.link.peer.session, [block])
+            except TransferError as error:
+                log.warning("decode rank %s cannot be written to yet: %s", peer.link.peer.node_id, brief(error))
+            else:
+                return
+
+    def _perform(self, entry: _Room, jobs: Sequence[Job]) -> None:
         """Write what the jobs name, then commit if they say so; a failure ends the room."""
         with self._lock:
             if entry.failed:
@@ -459,85 +459,48 @@ class PrefillTransfer:
             else:
                 self._settle(entry)
 
-    def _write(self, entry: _Room, jobs: Sequence[_Job]) -> None:
-        assert entry.open is not None and entry.peer is not None
-        blocks: list[Block] = []
-        finish: _Finish | None = None
-        for job in jobs:
-            match job:
-                case _Pages():
-                    blocks += self._plan_pages(entry, entry.open, entry.peer, job)
-                case _State():
-                    blocks += self._plan_state(entry, entry.open, entry.peer, job)
-                case _Finish():
-                    finish = job
+    def _write(self, entry: _Room, jobs: Sequence[Job]) -> None:
+        """Write and hash at the same time; then say what has landed, or commit."""
+        assert entry.posting is not None and entry.peer is not None
+        finish = jobs[-1] if isinstance(jobs[-1], Finish) else None
+        added = [entry.posting.add(job) for job in jobs if not isinstance(job, Finish)]
+        hashed = [job for _, job in added if job is not None]
+        hashing = self._hasher.submit(entry.posting.hash, hashed) if hashed else None
+        try:
+            self._write_blocks(entry, entry.peer, [block for blocks, _ in added for block in blocks])
+        finally:
+            if hashing is not None:
+                hashing.result()
+        if finish is None:
+            self._tell_landed(entry, entry.posting)
+        else:
+            self._send_commit(entry, entry.posting, finish.metadata)
+
+    def _write_blocks(self, entry: _Room, peer: _Peer, blocks: Sequence[Block]) -> None:
         for batch in batches(blocks, MAX_WRITE_BYTES):
             if entry.failed:
                 return
             entry.unsure = True
-            self._transport.write(entry.peer.link.peer.session, batch, entry.nth)
+            self._transport.write(peer.link.peer.session, batch, entry.nth)
             entry.unsure = False
-        if finish is not None:
-            self._send_commit(entry, entry.open, entry.peer, finish.metadata)
 
-    def _plan_pages(self, entry: _Room, offer: Open, peer: _Peer, job: _Pages) -> list[Block]:
-        """The blocks of the pages that decode does not hold; takes their digest."""
-        skipped = max(0, min(entry.next_page - job.first, len(job.pages)))
-        first, pages = job.first + skipped, job.pages[skipped:]
-        if not pages:
-            return []
-        assert first == entry.next_page, f"room {entry.room}: page {first} sent, {entry.next_page} is next"
-        entry.next_page = first + len(pages)
-        if entry.next_page > len(offer.pages):
-            raise TransferError(
-                f"room {entry.room}: {entry.next_page} pages of KV, decode reserved {len(offer.pages)}",
-                code="too_many_pages",
-            )
-        if entry.digest is not None:
-            entry.digest.update(pages)
-        pairs = list(zip(pages, offer.pages[first : entry.next_page], strict=True))
-        return _count(entry, plan_pages(self._layout, self._placements, peer.link.peer.placements, pairs))
+    def _tell_landed(self, entry: _Room, posting: Posting) -> None:
+        with self._lock:
+            if entry.open is not None and entry.peer is not None and not entry.failed:
+                landed = Landed(room=entry.room, lease=entry.open.lease, num_pages=posting.next_page)
+                entry.peer.link.channel.send(landed)
 
-    def _plan_state(self, entry: _Room, offer: Open, peer: _Peer, job: _State) -> list[Block]:
-        track_slot = job.track_slot if offer.track_slot is not None else None
-        if self._reader is not None:
-            entry.digests |= slot_digests(self._reader, job.slot, track_slot, self._config.verify)
-        theirs = peer.link.peer.placements
-        blocks = plan_slot(self._layout, self._placements, theirs, (job.slot, offer.slot), track=False)
-        if track_slot is not None and offer.track_slot is not None:
-            blocks += plan_slot(self._layout, self._placements, theirs, (track_slot, offer.track_slot), track=True)
-        return _count(entry, blocks)
-
-    def _send_commit(self, entry: _Room, offer: Open, peer: _Peer, metadata: HandoffMetadata) -> None:
+    def _send_commit(self, entry: _Room, posting: Posting, metadata: HandoffMetadata) -> None:
         """The last word: every write has completed."""
         payload = msgspec.msgpack.encode(metadata)
-        if entry.digest is not None:
-            entry.digests |= {
-                KV: entry.digest.digest(),
-                METADATA: metadata_digest(payload, self._config.verify),
-            }
-        sent = self._transport.metadata(payload, entry.nth)
-        commit = Commit(
-            room=entry.room,
-            lease=offer.lease,
-            num_pages=entry.next_page,
-            metadata=sent or b"",
-            digests=entry.digests,
-            bytes_by_part=entry.bytes_by_part,
-            seconds=time.monotonic() - entry.compute_end_s,
-        )
+        altered = self._transport.metadata(payload, entry.nth)
+        commit = posting.commit(payload, altered or b"", time.monotonic() - entry.compute_end_s)
         with self._lock:
-            if entry.failed:
+            if entry.failed or entry.peer is None:
                 return
             entry.committed = True
-            if sent is not None:
-                peer.link.channel.send(commit)
-
-
-def _count(entry: _Room, blocks: list[Block]) -> list[Block]:
-    for block in blocks:
-        entry.bytes_by_part[block.part] = entry.bytes_by_part.get(block.part, 0) + block.nbytes
-    return blocks
+            if altered is not None:
+                entry.peer.link.channel.send(commit)
 
 
 def _is_lease(entry: _Room, instance: str, lease: int) -> bool:

@@ -10,7 +10,10 @@ from common.errors import ConfigError
 
 
 class Block(NamedTuple):
-    """Copy `nbytes` from address `src` here to address `dst` at the peer. part: kv, conv, ssm or track."""
+    """Copy `nbytes` from address `src` here to address `dst` at the peer.
+
+    part: kv, conv, ssm or track; "greeting" for bytes that nobody reads.
+    """
 
     src: int
     dst: int

@@ -48,7 +48,7 @@ def test_bytes_arrive_as_they_were(config: Config, prefill: Make, decode: Make, 
     assert d.pools.state([], 5) == p.pools.state([], 6)
     for pool in range(len(d.layout.pools)):  # nothing else was touched
         kv = d.layout.pools[pool].kind is StateKind.KV
-        for item in THERE if kv else [2, 5]:
+        for item in [*THERE, 0] if kv else [2, 5]:  # page 0 is reserved, nobody reads it
             size = d.layout.pools[pool].item_bytes
             d.pools.item(pool, item)[:] = before[d.pools.offsets[pool] + item * size :][:size]
     assert (d.pools.bytes == before).all()
@@ -338,6 +338,25 @@ def test_a_failed_write_leaves_the_lease_in_quarantine(config: Config, prefill: 
     assert d.transfer.stats()["leases"] == {"draining": 1}
     p.transfer.close()
     d.wait_for(Released, 1)
+
+
+class StaleTransport(LoopbackTransport):
+    """As Mooncake does where a dead process had the same session: the first write to it fails."""
+
+    failed = False
+
+    def write(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> None:
+        if not self.failed:
+            self.failed = True
+            raise TransferError("broken pipe", code="write_failed")
+        super().write(session, blocks, nth_room)
+
+
+def test_a_stale_session_costs_no_room(config: Config, prefill: Make, decode: Make) -> None:
+    p, d = prefill(config(), transport=StaleTransport()), decode(config())
+    start(p, d, 1)
+    p.send(1, HERE, 1)
+    d.wait_for(Committed, 1)
 
 
 # Time-outs

