@@ -175,15 +175,16 @@ def test_chunks_lie_on_the_grid_of_their_own_sequence() -> None:
     assert plan.width == CHUNK and plan_chunks([0, 8], [3, 2], CHUNK, "cpu").width == 3
 
 
-def test_ssd_prefill_keeps_its_precision_under_strong_decay() -> None:
-    """Decay over a long chunk reaches e^-1000; what neighbours pass each other must not feel it."""
+def test_ssd_prefill_keeps_its_precision_after_strong_decay() -> None:
+    """A chunk whose beginning decays by e^-1000 and more; what its later tokens pass each other must not feel it."""
     x, dt, a, b, c, d = scan_inputs(256, 2, 4, 1, 8)
-    dt, a = dt + 1, a * 2
+    dt[:128] *= 20
+    dt[128:] *= 0.05
     pool = strided_pool(2, 4, 8)
     y = ssd_prefill(x, dt, a, b, c, d, pool, slice(1, 2), torch.tensor([True]), plan_chunks([0], [256], 256, "cpu"))
     expected, after = ssd_sequential_ref(x, dt, a, b, c, d, torch.zeros(2, 4, 8))
     close(y, expected, 1e-5, 1e-5)
-    close(pool[1], after, 1e-5, 1e-6)
+    close(pool[1], after, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("slots", [[3], [2, 3, 4], [6, 1, 4]])
