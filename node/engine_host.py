@@ -200,7 +200,7 @@ def resolve_context_length(engine: EngineConfig, hybrid: HybridConfig) -> int:
 
 
 def _busy() -> ErrorRecord:
-    return RequestError("requests are running; the cache was not flushed", code="busy").record()
+    return RequestError("requests are running", code="busy").record()
 
 
 def local_timing(sequence: Sequence) -> Timing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -38,7 +39,6 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     (sampling(temprature=1), "temprature"),
     (sampling(temperature=-1), "temperature"),
     (sampling(temperature="hot"), "temperature"),
-    (sampling(temperature=1e400), "temperature"),
     (sampling(top_p=0), "top_p"),
     (sampling(top_p=1.5), "top_p"),
     (sampling(top_k=0), "top_k"),
@@ -79,12 +79,21 @@ def test_bad_field_is_refused_by_name(shared_stack: Stack, body: dict[str, Any],
 
 
 def to_json(body: dict[str, Any]) -> bytes:
-    import json
-
-    return json.dumps(body).replace("Infinity", "1e400").encode()
+    return json.dumps(body).encode()
 
 
-@pytest.mark.parametrize("content", [b"{", b"", b"[1]", b'"text"', b'{"text": "\xff"}', b'{"text": "a", "top_p": NaN}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"",
+        b"[1]",
+        b'"text"',
+        b'{"text": "\xff"}',
+        b'{"text": "a", "sampling_params": {"top_p": NaN}}',
+        b'{"text": "a", "sampling_params": {"top_p": 1e400}}',
+    ],
+)
 def test_a_body_that_is_no_json_object_is_refused(shared_stack: Stack, content: bytes) -> None:
     response = httpx.post(f"{shared_stack.router.url}/generate", content=content)
     assert response.status_code == 400 and "JSON" in response.json()["error"]["message"]

@@ -195,17 +195,21 @@ def test_decode_serves_alone_without_a_room_and_prefill_refuses(shared_stack: St
     assert refused.status_code == 400 and "bootstrap_room" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_everything(shared_stack: Stack, stream: bool) -> None:
-    body = {
-        "text": "Question: Tom",
-        "sampling_params": {"temperature": 0, "max_new_tokens": 5000, "ignore_eos": True},
-        "stream": stream,
-    }
+LONG = {"temperature": 0, "max_new_tokens": 5000, "ignore_eos": True}
+
+
+def test_a_client_that_leaves_while_it_waits_frees_everything(shared_stack: Stack) -> None:
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{shared_stack.router.url}/generate", json=body, timeout=httpx.Timeout(10, read=0.5)
-        ).raise_for_status()
+        generate(shared_stack.router.url, {"text": "Question: Tom", "sampling_params": LONG}, timeout_s=0.5)
+    assert_idle(shared_stack)
+
+
+def test_a_client_that_leaves_a_stream_frees_everything(shared_stack: Stack) -> None:
+    body = {"text": "Question: Tom", "sampling_params": LONG, "stream": True}
+    with httpx.stream("POST", f"{shared_stack.router.url}/generate", json=body, timeout=20) as response:
+        lines = response.iter_lines()
+        assert '"output_ids"' in next(lines)
+        assert int(shared_stack.decode.state()["num_running"]) == 1  # type: ignore[call-overload]
     assert_idle(shared_stack)
 
 
@@ -213,7 +217,7 @@ def test_abort_by_rid_ends_the_request(shared_stack: Stack) -> None:
     body = {
         "text": "Question: Tom",
         "rid": "to-be-aborted",
-        "sampling_params": {"temperature": 0, "max_new_tokens": 5000, "ignore_eos": True},
+        "sampling_params": LONG,
     }
     answers: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: answers.append(generate(shared_stack.router.url, body)))
@@ -248,6 +252,7 @@ def test_flush_cache_is_refused_while_requests_run(shared_stack: Stack) -> None:
     assert httpx.post(f"{shared_stack.router.url}/flush_cache").status_code == 200
     body = {"text": "Question:", "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}, "stream": True}
     with httpx.stream("POST", f"{shared_stack.router.url}/generate", json=body, timeout=30) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        assert '"output_ids"' in next(lines)
         assert httpx.post(f"{shared_stack.router.url}/flush_cache").status_code == 400
     assert_idle(shared_stack)

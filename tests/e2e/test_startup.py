@@ -6,8 +6,10 @@ import json
 import shutil
 import socket
 import subprocess
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.support.stack import MODEL, REPO, command, free_port, generate, stack
@@ -107,26 +109,32 @@ def test_rdma_without_a_device_is_refused_not_replaced_by_tcp() -> None:
 def test_a_decode_node_with_another_layout_is_refused_with_both_values(
     tmp_path: Path, decode_extra: list[str], named: tuple[str, ...]
 ) -> None:
-    with stack(tmp_path, decode_extra=decode_extra) as running:
-        info = running.prefill.state()
-        body = {"text": "Question:", "sampling_params": {"max_new_tokens": 3}}
-        through_router = generate(running.router.url, body)
-        assert through_router.status_code == 503 and "fingerprint" in through_router.text
-        by_hand = generate(
-            running.decode.url,
-            {
-                **body,
-                "bootstrap_host": "127.0.0.1",
-                "bootstrap_port": bootstrap_port(running.prefill.url),
-                "bootstrap_room": 1,
-            },
-        )
+    body = {"text": "Question:", "sampling_params": {"max_new_tokens": 3}}
+    with stack(tmp_path, decode_extra=decode_extra, wait_for_router=False) as running:
+        fingerprints = [fingerprint(running.prefill.url), fingerprint(running.decode.url)]
+        through_router = until_refused_for(running.router.url, body, fingerprints)
+        assert through_router.status_code == 503, through_router.text
+        legs = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(running.prefill.url)}
+        by_hand = generate(running.decode.url, {**body, **legs, "bootstrap_room": 1})
         assert by_hand.status_code >= 400
         assert all(value in by_hand.json()["error"]["message"] for value in named), by_hand.text
-        assert running.decode.state()["pages_free"] == info["pages_total"] or by_hand.status_code >= 400
+        state = running.decode.state()
+        assert state["pages_free"] == state["pages_total"] and state["slots_free"] == state["slots_total"]
+
+
+def until_refused_for(url: str, body: dict[str, object], values: list[str], timeout_s: float = 10.0) -> httpx.Response:
+    """Ask until the refusal names these values: at first the router has not seen its workers yet."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        response = generate(url, body)
+        if all(value in response.text for value in values) or time.monotonic() > deadline:
+            return response
+        time.sleep(0.1)
+
+
+def fingerprint(url: str) -> str:
+    return str(httpx.get(f"{url}/server_info").json()["fingerprint"])
 
 
 def bootstrap_port(url: str) -> int:
-    import httpx
-
     return int(httpx.get(f"{url}/server_info").json()["disaggregation_bootstrap_port"])

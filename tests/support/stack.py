@@ -112,12 +112,10 @@ def wait_healthy(server: Server, timeout_s: float = START_TIMEOUT_S) -> None:
 
 
 @contextmanager
-def node(
-    role: str, folder: Path, extra: Sequence[str] = (), *, model: Path = MODEL, bootstrap_port: int | None = None
-) -> Iterator[Server]:
+def node(role: str, folder: Path, extra: Sequence[str] = (), *, bootstrap_port: int | None = None) -> Iterator[Server]:
     """One node, not yet healthy: call `wait_healthy`."""
     port = free_port()
-    arguments = [role, "--model-path", str(model), "--port", str(port), *extra]
+    arguments = [role, "--model-path", str(MODEL), "--port", str(port), *extra]
     if bootstrap_port is not None:
         arguments += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
     with running(role, arguments, f"http://127.0.0.1:{port}", folder) as server:
@@ -130,23 +128,20 @@ def stack(
     *,
     with_unified: bool = False,
     extra: Sequence[str] = (),
-    prefill_extra: Sequence[str] = (),
     decode_extra: Sequence[str] = (),
-    model: Path = MODEL,
+    wait_for_router: bool = True,
 ) -> Iterator[Stack]:
-    """A healthy router, prefill and decode. extra: options of every node."""
+    """A healthy router, prefill and decode. extra: options of every node. wait_for_router: until it has a live pair."""
     bootstrap_port = free_port()
     with ExitStack() as exits:
-        prefill = exits.enter_context(
-            node("prefill", folder, [*extra, *prefill_extra], model=model, bootstrap_port=bootstrap_port)
-        )
-        decode = exits.enter_context(node("decode", folder, [*extra, *decode_extra], model=model))
-        unified = exits.enter_context(node("unified", folder, extra, model=model)) if with_unified else None
+        prefill = exits.enter_context(node("prefill", folder, extra, bootstrap_port=bootstrap_port))
+        decode = exits.enter_context(node("decode", folder, [*extra, *decode_extra]))
+        unified = exits.enter_context(node("unified", folder, extra)) if with_unified else None
         port = free_port()
         arguments = ["router", "--port", str(port), "--decode", decode.url]
         arguments += ["--prefill", prefill.url, str(bootstrap_port)]
         router = exits.enter_context(running("router", arguments, f"http://127.0.0.1:{port}", folder))
-        for server in (prefill, decode, unified, router):
+        for server in (prefill, decode, unified, router if wait_for_router else None):
             if server is not None:
                 wait_healthy(server)
         yield Stack(router=router, prefill=prefill, decode=decode, unified=unified)
