@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from common.config import NodeConfig, Role
 from common.errors import ErrorRecord, RequestError, ServingError, WorkerError
+from common.json_body import decode_object
 from common.sampling import LogprobOptions, SamplingParams
 from node.exchange import Exchange
 from node.fields import NumberRule, read_bool, read_number, read_string
@@ -22,7 +23,7 @@ from node.info import model_info, server_info
 from node.limits import ServingLimits
 from node.messages import Submit
 from node.rank_client import RankClient
-from node.requests import GenerateRequest, decode_object
+from node.requests import GenerateRequest
 from node.tokenizer import Tokenizer
 
 HEALTH_TIMEOUT_S = 20.0

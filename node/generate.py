@@ -11,11 +11,12 @@ from starlette.types import Receive, Scope, Send
 
 from common.config import NodeConfig, Role
 from common.errors import RequestError, ServingError
+from common.json_body import decode_object
 from node.answers import DONE_EVENT, error_event, event, json_bytes
 from node.exchange import Exchange
 from node.limits import ServingLimits
 from node.rank_client import RankClient
-from node.requests import GenerateRequest, ParsedRequest, decode_object, expand, parse
+from node.requests import GenerateRequest, ParsedRequest, expand, parse
 from node.tokenizer import Tokenizer
 
 LONG_TEXT_CHARACTERS = 20_000

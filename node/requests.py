@@ -1,6 +1,6 @@
-"""POST /generate, from bytes to sequences: every field of SGLang's request, checked and made complete.
+"""POST /generate, from a JSON object to sequences: every field of SGLang's request, checked and made complete.
 
-    bytes ──► decode_object ──► parse ──► (tokenise the texts) ──► expand ──► one Submit a sequence
+    JSON object ──► parse ──► (tokenise the texts) ──► expand ──► one Submit a sequence
 
 Sequences are in prompt-major order: the n samples of the first prompt, then those of the second. All errors are
 `RequestError`s that name the field and the value.
@@ -8,11 +8,8 @@ Sequences are in prompt-major order: the n samples of the first prompt, then tho
 
 from __future__ import annotations
 
-import json
-import math
 import uuid
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -29,7 +26,6 @@ from node.fields import (
     read_string,
     read_token_ids,
     refuse,
-    show,
 )
 from node.limits import ServingLimits
 from node.messages import Submit
@@ -72,17 +68,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int | None
     stream: bool
     return_text: bool
-
-
-def decode_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a request body. NaN and Infinity are no JSON: the message names the field that holds one."""
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        _refuse_json(body, error)
-    if not isinstance(value, dict):
-        raise RequestError(f"the body must be a JSON object, not {show(value)}", code="invalid_json")
-    return value
 
 
 def parse(raw: dict[str, Any], limits: ServingLimits) -> ParsedRequest:
@@ -147,32 +132,6 @@ def expand(
 def _get(raw: dict[str, Any], name: str, default: Any) -> Any:
     value = raw.get(name)
     return default if value is None else value
-
-
-# -- JSON --------------------------------------------------------------------------------------------------------------
-
-
-def _refuse_json(body: bytes, error: Exception) -> NoReturn:
-    """Python's own reader takes NaN and Infinity, so it can tell where they are."""
-    try:
-        found = next(_non_finite("", json.loads(body)), None)
-    except (ValueError, RecursionError):
-        found = None
-    if found is not None:
-        path, number = found
-        raise RequestError(f"{path}: {number} is not a JSON number", code="invalid_json", param=path) from error
-    raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
-
-
-def _non_finite(path: str, value: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(value, float) and not math.isfinite(value):
-        yield path or "body", value
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _non_finite(f"{path}.{name}" if path else str(name), item)
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _non_finite(f"{path}[{i}]", item)
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ import pytest
 from common.config import Role
 from common.errors import RequestError
 from common.handoff import RoomAddress
+from common.json_body import decode_object
 from common.sampling import LogprobOptions, SamplingParams
 from node.limits import ServingLimits
-from node.requests import GenerateRequest, decode_object, expand, parse
+from node.requests import GenerateRequest, expand, parse
 
 VOCAB = 300
 CONTEXT = 64
