@@ -171,8 +171,8 @@ def ssd_step(
     grouped.addcmul_((x * dt.unsqueeze(-1)).view(rows, groups, -1, 1), b.float().unsqueeze(2))
     write_slots(pool, slots, state)
     # One product reads every head with the c of every group; the diagonal keeps each head's own group.
-    read = torch.bmm(state.view(rows, heads * dim, size), c.float().transpose(1, 2))  # [B, H * P, G]
-    own = read.view(rows, groups, -1, groups).diagonal(dim1=1, dim2=3).transpose(1, 2)  # [B, G, H / G * P]
+    read = torch.bmm(c.float(), state.view(rows, heads * dim, size).transpose(1, 2))  # [B, G, H * P]
+    own = read.view(rows, groups, groups, -1).diagonal(dim1=1, dim2=2).transpose(1, 2)  # [B, G, H / G * P]
     return torch.addcmul(own.reshape(rows, heads, dim), x, d.unsqueeze(-1))
 
 
