@@ -56,10 +56,13 @@ def extract_answer(text: str) -> int | None:
     return int(runs[-1]) if runs else None
 
 
-def stream(split: Split, seed: int) -> Iterator[Problem]:
-    """Problems without end: each of a scheme drawn evenly, redrawn until it is on the side asked for."""
+def stream(split: Split, seed: int, schemes: Sequence[str] = ()) -> Iterator[Problem]:
+    """Problems without end: each of a scheme drawn evenly, redrawn until it is on the side asked for.
+
+    `schemes` are the names to draw from, where one may stand more than once; all of them when it is empty.
+    """
     rng = random.Random(seed)
-    names = tuple(SCHEMES)
+    names = tuple(schemes or SCHEMES)
     while True:
         name = names[rng.getrandbits(32) * len(names) >> 32]
         yield _draw_problem(name, split, rng)
@@ -617,27 +620,6 @@ def price_list(d: Draw) -> Story:
     )
 
 
-def notice_board(d: Draw) -> Story:
-    """A long question: what several people have, of which two are compared."""
-    people, t = d.people(6), d.thing()
-    counts = [d.num(10, 300) for _ in people]
-    listed = ". ".join(f"{p} {verb} {n}" for p, verb, n in zip(people, d.some(_FOUND, 6), counts, strict=True))
-    i, j, k = d.some(range(6), 3)
-    q = (
-        f"A class counts its {t}. {listed}. How many {t} do {people[i]} and {people[j]} have together "
-        f"more than {people[k]}?"
-    )
-    pair = plus(counts[i], counts[j])
-    return tell(
-        q,
-        (f"{people[i]} and {people[j]} have {{}} {t}.", pair),
-        (f"That is {{}} more than {people[k]} has.", minus(pair, counts[k])),
-    )
-
-
-_FOUND = ("has", "brings", "found", "collected", "counts", "shows", "holds", "got")
-
-
 def diary(d: Draw) -> Story:
     """A long question: a number for every day of the week, of which three are needed."""
     a, counts = d.person(), [d.num(5, 250) for _ in _DAYS]
@@ -684,7 +666,8 @@ _ROOMS = _words("attic cellar kitchen garage office hall library shed")
 def weekly_saving(d: Draw) -> Story:
     a, start, per, weeks = d.person(), d.num(10, 600), d.num(4, 95), d.num(2, 9)
     q = d.pick(
-        f"{a} has ${start} and saves ${per} every week.{d.aside(a)} How many dollars will {a} have after {weeks} weeks?",
+        f"{a} has ${start} and saves ${per} every week.{d.aside(a)} "
+        f"How many dollars will {a} have after {weeks} weeks?",
         f"Each week {a} puts ${per} into a box that already holds ${start}.{d.aside(a)} "
         f"How many dollars are in the box after {weeks} weeks?",
     )
@@ -759,8 +742,10 @@ def overtime(d: Draw) -> Story:
 def stand_profit(d: Draw) -> Story:
     a, t, n, p, c = d.person(), d.pick(*_BAKED), d.num(10, 300), d.num(2, 9), d.num(5, 200)
     q = d.pick(
-        f"{a} sells {n} {t} at ${p} each. The ingredients cost ${c}.{d.aside(a)} How many dollars of profit does {a} make?",
-        f"To make {t} {a} spent ${c}. {a} then sold {n} of them for ${p} each.{d.aside(a)} What is the profit in dollars?",
+        f"{a} sells {n} {t} at ${p} each. The ingredients cost ${c}.{d.aside(a)} "
+        f"How many dollars of profit does {a} make?",
+        f"To make {t} {a} spent ${c}. {a} then sold {n} of them for ${p} each.{d.aside(a)} "
+        f"What is the profit in dollars?",
     )
     sales = times(n, p)
     return tell(q, ("The sales are {} dollars.", sales), ("The profit is {} dollars.", minus(sales, c)))
@@ -814,8 +799,8 @@ def base_and_extra(d: Draw) -> Story:
     a, base, free, extra, p = d.person(), d.num(10, 90), d.num(5, 200), d.num(3, 90), d.num(2, 9)
     unit, plan = d.pick(("minutes", "phone"), ("gigabytes", "data"), ("rides", "bus"), ("visits", "gym"))
     q = (
-        f"A {plan} plan costs ${base} and includes {free} {unit}. Each of the {unit} beyond that costs ${p}.{d.aside(a)} "
-        f"{a} used {free + extra} {unit}. How many dollars does {a} pay?"
+        f"A {plan} plan costs ${base} and includes {free} {unit}. Each of the {unit} beyond that costs ${p}."
+        f"{d.aside(a)} {a} used {free + extra} {unit}. How many dollars does {a} pay?"
     )
     beyond = minus(free + extra, free)
     charge = times(beyond, p)
@@ -849,8 +834,8 @@ def tickets(d: Draw) -> Story:
     a, n, m, p, r = d.person(), d.num(2, 9), d.num(2, 9), d.num(6, 80), d.num(2, 40)
     place = d.pick("zoo", "museum", "theater", "park", "concert", "circus")
     q = d.pick(
-        f"Tickets to the {place} cost ${p} for adults and ${r} for children.{d.aside(a)} {a} buys {n} adult tickets and "
-        f"{m} child tickets. How many dollars does {a} pay?",
+        f"Tickets to the {place} cost ${p} for adults and ${r} for children.{d.aside(a)} {a} buys {n} adult tickets "
+        f"and {m} child tickets. How many dollars does {a} pay?",
         f"{n} adults and {m} children go to the {place}. An adult pays ${p} and a child pays ${r}. "
         f"How many dollars do they pay in total?",
     )
@@ -1096,8 +1081,8 @@ def fuel(d: Draw) -> Story:
     _require(per * gallons % 2 == 0)
     one_way = per * gallons // 2
     q = (
-        f"{a}'s van goes {per} miles on a gallon of fuel. {a} drives {one_way} miles to the coast and back the same way."
-        f"{d.aside(a)} Fuel costs ${p} a gallon. How many dollars does the fuel cost?"
+        f"{a}'s van goes {per} miles on a gallon of fuel. {a} drives {one_way} miles to the coast and back the same "
+        f"way.{d.aside(a)} Fuel costs ${p} a gallon. How many dollars does the fuel cost?"
     )
     both = times(2, one_way)
     used = over(both, per)
@@ -1211,8 +1196,8 @@ def machines(d: Draw) -> Story:
 def water_tank(d: Draw) -> Story:
     a, start, fill, leak, m = d.person(), d.num(10, 400), d.num(6, 60), d.num(2, 9), d.num(2, 9)
     q = (
-        f"A tank holds {start} liters of water. A pipe adds {fill} liters a minute while {leak} liters a minute leak out."
-        f"{d.aside(a)} How many liters are in the tank after {m} minutes?"
+        f"A tank holds {start} liters of water. A pipe adds {fill} liters a minute while {leak} liters a minute leak "
+        f"out.{d.aside(a)} How many liters are in the tank after {m} minutes?"
     )
     net = minus(fill, leak)
     gain = times(m, net)
@@ -1229,8 +1214,8 @@ def work_together(d: Draw) -> Story:
     what = d.pick("bricks", "envelopes", "baskets", "parcels", "bags")
     need = d.num(2, 200)
     q = (
-        f"{a} packs {x} {what} an hour and {b} packs {y} an hour. They need {(x + y) * h + need} {what} and work for {h} "
-        f"hours.{d.aside(a)} How many {what} are still missing?"
+        f"{a} packs {x} {what} an hour and {b} packs {y} an hour. They need {(x + y) * h + need} {what} and work for "
+        f"{h} hours.{d.aside(a)} How many {what} are still missing?"
     )
     hour = plus(x, y)
     done = times(h, hour)
@@ -1535,8 +1520,8 @@ def cut_rope(d: Draw) -> Story:
     a, k, n, waste, p = d.person(), d.num(2, 9), d.num(4, 90), d.num(2, 30), d.num(2, 9)
     what, piece = d.pick(("rope", "pieces"), ("ribbon", "bows"), ("wire", "loops"), ("cloth", "flags"))
     q = (
-        f"{a} has {k * n + waste} feet of {what} and throws {waste} feet away. The rest is cut into {piece} of {k} feet, "
-        f"which are sold for ${p} each.{d.aside(a)} How many dollars does {a} get?"
+        f"{a} has {k * n + waste} feet of {what} and throws {waste} feet away. The rest is cut into {piece} of {k} "
+        f"feet, which are sold for ${p} each.{d.aside(a)} How many dollars does {a} get?"
     )
     good = minus(k * n + waste, waste)
     count = over(good, k)
@@ -1669,34 +1654,22 @@ def one_step(d: Draw) -> Story:
             return tell(q, (f"Each box holds {{}} {t}.", over(n * m, n)))
 
 
-SCHEMES: Mapping[str, Scheme] = MappingProxyType(
-    {
-        scheme.__name__: scheme
-        for scheme in (
-            *(more_than, fewer_than, times_as_many, half_as_many, twice_and_more, three_people, difference_of_two),
-            *(event_chain, two_colors, difference_then_total),
-            *(boxes_given_away, nested_boxes, share_equally, packs_needed, pack_cost, dozens, move_between),
-            *(
-                two_items,
-                three_items,
-                change_back,
-                price_list,
-                notice_board,
-                diary,
-                storehouse,
-                weekly_saving,
-                saving_goal,
-                two_savers,
-            ),
-            *(hourly_pay, overtime, stand_profit, profit_each, split_bill, coins, base_and_extra, rental, tickets),
-            *(wallet_day, left_over_money),
-            *(discount, price_rise, percent_of_group, percent_score, tip),
-            *(fraction_left, several_parts, part_of_rest, two_parts, ratio_parts),
-            *(two_legs, remaining_trip, fuel, hours_and_minutes, time_left, daily_for_weeks, pages_left),
-            *(days_to_finish, machines, water_tank, work_together, exercise, rising_days, doubling),
-            *(age_sum, age_times, age_past, class_buses, bus_stops, average_three, average_wanted),
-            *(basketball, league_points, legs, wheels, seats, garden, area_cost, fence, cut_rope),
-            *(recipe, bake_sale, teams, farm_sale, level_change, one_step),
-        )
-    }
+# fmt: off
+_ALL: tuple[Scheme, ...] = (
+    more_than, fewer_than, times_as_many, half_as_many, twice_and_more, three_people, difference_of_two,
+    event_chain, two_colors, difference_then_total,
+    boxes_given_away, nested_boxes, share_equally, packs_needed, pack_cost, dozens, move_between,
+    two_items, three_items, change_back, price_list, diary, storehouse, weekly_saving, saving_goal, two_savers,
+    hourly_pay, overtime, stand_profit, profit_each, split_bill, coins, base_and_extra, rental, tickets,
+    wallet_day, left_over_money,
+    discount, price_rise, percent_of_group, percent_score, tip,
+    fraction_left, several_parts, part_of_rest, two_parts, ratio_parts,
+    two_legs, remaining_trip, fuel, hours_and_minutes, time_left, daily_for_weeks, pages_left,
+    days_to_finish, machines, water_tank, work_together, exercise, rising_days, doubling,
+    age_sum, age_times, age_past, class_buses, bus_stops, average_three, average_wanted,
+    basketball, league_points, legs, wheels, seats, garden, area_cost, fence, cut_rope,
+    recipe, bake_sale, teams, farm_sale, level_change, one_step,
 )
+# fmt: on
+
+SCHEMES: Mapping[str, Scheme] = MappingProxyType({scheme.__name__: scheme for scheme in _ALL})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.queues import Queue
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from accuracy.gsm_mini import shot, stream
+from accuracy.gsm_mini import SCHEMES, shot, stream
 from training.tokenizer import END_OF_TEXT_ID
 
 Rows = NDArray[np.int16]  # [rows, row tokens]
@@ -33,12 +33,12 @@ def document_lengths(rng: random.Random) -> Iterator[int]:
         yield rng.choice((1, rng.randint(2, 7), rng.randint(4, 16)))
 
 
-def token_pieces(tokenizer_path: Path, seed: int) -> Iterator[list[int]]:
+def token_pieces(tokenizer_path: Path, seed: int, schemes: Sequence[str]) -> Iterator[list[int]]:
     """The tokens of shot after shot, with the end-of-text token where a document ends."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    problems, lengths = stream("train", seed), document_lengths(random.Random(seed))
+    problems, lengths = stream("train", seed, schemes), document_lengths(random.Random(seed))
     left = next(lengths)
     while True:
         texts = [shot(next(problems)) for _ in range(SHOTS_AT_ONCE)]
@@ -51,9 +51,9 @@ def token_pieces(tokenizer_path: Path, seed: int) -> Iterator[list[int]]:
                 left = next(lengths)
 
 
-def blocks(tokenizer_path: Path, seed: int, rows: int, row_tokens: int) -> Iterator[Rows]:
+def blocks(tokenizer_path: Path, seed: int, schemes: Sequence[str], rows: int, row_tokens: int) -> Iterator[Rows]:
     """Blocks of packed rows [rows, row_tokens]."""
-    pieces, buffer = token_pieces(tokenizer_path, seed), list[int]()
+    pieces, buffer = token_pieces(tokenizer_path, seed, schemes), list[int]()
     while True:
         while len(buffer) < rows * row_tokens:
             buffer += next(pieces)
@@ -61,20 +61,35 @@ def blocks(tokenizer_path: Path, seed: int, rows: int, row_tokens: int) -> Itera
         del buffer[: rows * row_tokens]
 
 
-def _work(queue: Queue[Rows], tokenizer_path: Path, seed: int, rows: int, row_tokens: int) -> None:
+def _work(
+    queue: Queue[Rows], tokenizer_path: Path, seed: int, schemes: Sequence[str], rows: int, row_tokens: int
+) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for block in blocks(tokenizer_path, seed, rows, row_tokens):
+    for block in blocks(tokenizer_path, seed, schemes, rows, row_tokens):
         queue.put(block)
+
+
+def scheme_names(extra: Sequence[str]) -> tuple[str, ...]:
+    """All schemes once, and those named in `extra` ("name=times") so many times more."""
+    names = list(SCHEMES)
+    for item in extra:
+        name, times = item.split("=")
+        names += [name] * int(times)
+    return tuple(names)
 
 
 class BlockFeed:
     """Blocks from several processes, in an order that depends only on the seed and the number of workers."""
 
-    def __init__(self, tokenizer_path: Path, *, seed: int, workers: int, rows: int, row_tokens: int) -> None:
+    def __init__(
+        self, tokenizer_path: Path, *, seed: int, schemes: Sequence[str], workers: int, rows: int, row_tokens: int
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._queues: list[Queue[Rows]] = [context.Queue(maxsize=2) for _ in range(workers)]
         self._processes = [
-            context.Process(target=_work, args=(queue, tokenizer_path, seed * 1000 + i, rows, row_tokens), daemon=True)
+            context.Process(
+                target=_work, args=(queue, tokenizer_path, seed * 1000 + i, schemes, rows, row_tokens), daemon=True
+            )
             for i, queue in enumerate(self._queues)
         ]
         self._taken = 0

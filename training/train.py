@@ -1,7 +1,7 @@
 """Train tandem-mini; stop at a deadline with a checkpoint, an exported model, a loss log and scores.
 
     python -m training.train --out .ckpt --deadline-s 560
-    python -m training.train --out .ckpt2 --resume .ckpt --lr 1e-3 --seed 2 --deadline-s 560
+    python -m training.train --out .ckpt2 --resume .ckpt --lr 1e-3 --seed 2 --extra notice_board=8 --deadline-s 330
 
 Each run is one cycle of the learning rate: a short warm-up, a plateau, and a straight fall to zero, along the steps
 (`--steps`) or along the time up to the deadline, whichever is further. The time begins once the first step has run.
@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from accuracy.gsm_mini import few_shot, problems
-from training.data import BlockFeed
+from training.data import BlockFeed, scheme_names
 from training.evaluate import score
 from training.export import export, load_exported
 from training.model import ModelConfig, NemotronH
@@ -134,8 +134,12 @@ def train(args: argparse.Namespace) -> None:
     print(f"parameters {model.num_parameters()}, from step {state['step']}", flush=True)
 
     block_rows = args.batch * args.block_batches
-    sizes = {"workers": args.workers, "rows": block_rows, "row_tokens": args.length + 1}
-    with BlockFeed(tokenizer_path, seed=args.seed, **sizes) as feed, (args.out / "loss.jsonl").open("w") as log:
+    feeding = {"workers": args.workers, "rows": block_rows, "row_tokens": args.length + 1}
+    schemes = scheme_names(args.extra)
+    with (
+        BlockFeed(tokenizer_path, seed=args.seed, schemes=schemes, **feeding) as feed,
+        (args.out / "loss.jsonl").open("w") as log,
+    ):
         rows = torch.empty(0)
         first, step, started = state["step"], 0, 0.0
         answer_losses: list[Tensor] = []
@@ -220,6 +224,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--question-weight", type=float, default=0.25)
+    parser.add_argument("--extra", nargs="*", default=[], help="schemes to draw more often: name=times")
     parser.add_argument("--steps", type=int, default=0, help="0: as many as the deadline allows")
     parser.add_argument("--deadline-s", type=float, default=560, help="stop training so long after the start")
     parser.add_argument("--log-every", type=int, default=20)
