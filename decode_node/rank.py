@@ -140,7 +140,7 @@ class DecodeRole:
             room = self.reserving[0]
             num_pages = scheduler.pages_for(room.sequence.num_prompt_tokens)
             has_place = scheduler.num_active() + len(self.rooms) < scheduler.limits.max_running
-            if not (has_place and scheduler.pages.can_allocate(num_pages) and scheduler.slots.can_allocate()):
+            if not (has_place and scheduler.has_memory_for(num_pages)):
                 return
             self.reserving.popleft()
             self._open(room, num_pages)

@@ -143,6 +143,12 @@ class Scheduler:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.page_size)
 
+    def has_memory_for(self, num_pages: int) -> bool:
+        """Whether a sequence with so many pages may enter. Every running one keeps a page to grow into, so that what
+        was retracted does not come back only to be retracted again."""
+        growth = len(self.running)
+        return self.slots.can_allocate() and self.pages.can_allocate(num_pages + growth)
+
     # -- one step ----------------------------------------------------------------------------------
 
     def step(self) -> StepReport | None:
@@ -159,7 +165,7 @@ class Scheduler:
         while self.waiting and self.num_active() < self.limits.max_running:
             sequence = self.waiting[0]
             num_pages = self.pages_for(sequence.num_tokens)
-            if not (self.pages.can_allocate(num_pages) and self.slots.can_allocate()):
+            if not self.has_memory_for(num_pages):
                 return
             self.waiting.popleft()
             sequence.page_table = self.pages.allocate(num_pages, sequence.rid)
