@@ -1,7 +1,7 @@
 """The served system on this machine: one stream against 32, resident memory of every process, where the time goes.
 
-`python bench/serving.py`: unified over HTTP for the streams (paired, repeated, as a ratio), router + prefill + decode for
-the memory and the times of a hand-off.
+`python bench/serving.py`: unified over HTTP for the streams (paired, repeated, as a ratio), router + prefill + decode
+for the memory and the times of a hand-off.
 """
 
 from __future__ import annotations
@@ -98,9 +98,8 @@ def main(repeats: int) -> None:
         "memory_mb": memory,
         "hand_off_medians_ms": times,
     }
-    print(
-        f"1 stream {found['one_stream_tokens_s']} tokens/s, {STREAMS} streams {found['all_streams_tokens_s']}: {ratio:.2f}x"
-    )
+    one, many = found["one_stream_tokens_s"], found["all_streams_tokens_s"]
+    print(f"1 stream {one} tokens/s, {STREAMS} streams {many} tokens/s: {ratio:.2f}x")
     print("resident MB:", ", ".join(f"{name} {mb:.0f}" for name, mb in memory.items()))
     print("five-shot question, medians in ms:", ", ".join(f"{name} {ms:.1f}" for name, ms in times.items()))
     write_result("serving", found)

@@ -16,9 +16,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
-from transfer.events import Committed, Released, RoomFailed
-from transfer.receiver import DecodeTransfer
-from transfer.transport import Transport, open_transport
 
 from common.config import NodeConfig
 from common.errors import AbortedError, CapacityError, ServingError, TransferError, WorkerError
@@ -29,6 +26,9 @@ from node.engine_host import EngineHost, finish_local, local_timing
 from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
 from node.transport_memory import host_allocator
+from transfer.events import Committed, Released, RoomFailed
+from transfer.receiver import DecodeTransfer
+from transfer.transport import Transport, open_transport
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

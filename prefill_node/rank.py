@@ -15,10 +15,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from transfer.events import Released, RoomFailed, RoomOpened, Sent
-from transfer.sender import PrefillTransfer
-from transfer.transport import Transport, open_transport
-
 from common.config import NodeConfig
 from common.errors import AbortedError, ServingError, WorkerError
 from common.handoff import HandoffMetadata
@@ -29,6 +25,9 @@ from node.engine_host import EngineHost
 from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
 from node.transport_memory import host_allocator
+from transfer.events import Released, RoomFailed, RoomOpened, Sent
+from transfer.sender import PrefillTransfer
+from transfer.transport import Transport, open_transport
 
 NO_TOKEN = TokenLogprob(logprob=None, token_id=0)
 
