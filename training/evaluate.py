@@ -50,12 +50,12 @@ def greedy(
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     output: list[torch.Tensor] = []
     for position in range(max_new_tokens):
-        tokens = logits.argmax(-1)
-        done |= torch.isin(tokens, stops)
-        output.append(torch.where(done, stops[0], tokens))
+        likeliest = logits.argmax(-1)  # [B]
+        done |= torch.isin(likeliest, stops)
+        output.append(torch.where(done, stops[0], likeliest))
         if position % 16 == 15 and bool(done.all()):
             break
-        logits = model.step(tokens, states, lengths + position)
+        logits = model.step(likeliest, states, lengths + position)
     rows = torch.stack(output, 1).tolist()
     return [row[: row.index(stop_ids[0])] if stop_ids[0] in row else row for row in rows]
 

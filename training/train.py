@@ -1,7 +1,7 @@
 """Train tandem-mini; stop at a deadline with a checkpoint, an exported model, a loss log and scores.
 
     python -m training.train --out .ckpt --deadline-s 560
-    python -m training.train --out .ckpt2 --resume .ckpt --lr 1e-3 --seed 2 --extra notice_board=8 --deadline-s 330
+    python -m training.train --out .ckpt2 --resume .ckpt --lr 1e-3 --seed 2 --extra diary=2 --deadline-s 370
 
 Each run is one cycle of the learning rate: a short warm-up, a plateau, and a straight fall to zero, along the steps
 (`--steps`) or along the time up to the deadline, whichever is further. The time begins once the first step has run.
