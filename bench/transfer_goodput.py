@@ -1,8 +1,9 @@
 """Hand-off of a 1,500-token prompt of the bundled model against a raw Mooncake TCP batch of the same blocks.
 
 `python bench/transfer_goodput.py [--rounds N] [--verify off|digest|full]`. Compute is finished and the room is open.
-What is timed is, for Tandem, from `send_pages` to decode's `Committed` event (writes, digests at both ends, commit),
-and for the raw batch from the call to its return. Sender and receiver are processes of their own; the two ways
+What is timed is, for Tandem, from `send_pages` until decode's transfer wakes its scheduler with `Committed` (writes,
+digests at both ends, commit; `seen_ms` is when a waiting thread has it), and for the raw batch from the call to its
+return. Sender and receiver are processes of their own; the two ways
 alternate, so that both meet the same machine. `pages`: how the page tables lie: one run at both ends, or runs of a few
 pages. `ratio`: median of the rounds' raw ÷ Tandem; `ratio_q1`: of the two ways' lower quartiles, which a busy machine
 disturbs less.
@@ -37,13 +38,31 @@ PROMPT_TOKENS, PAGE_SIZE = 1500, 16
 NUM_PAGES = -(-PROMPT_TOKENS // PAGE_SIZE)
 PAGES, SLOTS = 512, 16
 TARGET_RATIO = 0.8
+WARM_UP_ROUNDS = 5
 
 
 def bundled_layout() -> StateLayout:
     """Two attention layers of 2 KV heads × 64, five Mamba layers of 8 heads × 64 × 64, all float32."""
-    kv = {"kind": StateKind.KV, "dtype": "float32", "item_shape": (PAGE_SIZE, 2, 64), "item_bytes": PAGE_SIZE * 512}
-    conv = {"kind": StateKind.CONV, "part": "conv", "dtype": "float32", "item_shape": (768, 3), "item_bytes": 9216}
-    ssm = {"kind": StateKind.SSM, "part": "ssm", "dtype": "float32", "item_shape": (8, 64, 64), "item_bytes": 131072}
+    kv: dict[str, Any] = {
+        "kind": StateKind.KV,
+        "dtype": "float32",
+        "item_shape": (PAGE_SIZE, 2, 64),
+        "item_bytes": PAGE_SIZE * 512,
+    }
+    conv: dict[str, Any] = {
+        "kind": StateKind.CONV,
+        "part": "conv",
+        "dtype": "float32",
+        "item_shape": (768, 3),
+        "item_bytes": 9216,
+    }
+    ssm: dict[str, Any] = {
+        "kind": StateKind.SSM,
+        "part": "ssm",
+        "dtype": "float32",
+        "item_shape": (8, 64, 64),
+        "item_bytes": 131072,
+    }
     pools = [PoolLayout(layer=layer, part=part, **kv) for layer in (3, 8) for part in ("k", "v")]
     pools += [PoolLayout(layer=layer, **each) for layer in (0, 2, 4, 6, 9) for each in (conv, ssm)]
     return StateLayout(
@@ -80,11 +99,15 @@ def page_table(run: int, seed: int) -> list[int]:
 
 
 class Waker:
-    """Turns a transfer's events into waits."""
+    """Turns a transfer's events into waits. woken_s: when the last event was queued."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
-        self.wake = self._event.set
+        self.woken_s = 0.0
+
+    def wake(self) -> None:
+        self.woken_s = time.monotonic()
+        self._event.set()
 
     def wait(self, transfer: Any, kind: type) -> None:
         while True:
@@ -196,8 +219,8 @@ class Receiver:
         self.tell("raw", 0, theirs, (self.transport.session, places, mine))
         return self.read()
 
-    def tandem(self, mine: list[int], theirs: list[int]) -> float:
-        """Both processes read the same monotonic clock."""
+    def tandem(self, mine: list[int], theirs: list[int]) -> tuple[float, float]:
+        """Seconds until the event was queued and until it was seen. Both processes read the same monotonic clock."""
         self.rooms += 1
         self.tell("expect", self.rooms, [], None)
         address = RoomAddress(host="127.0.0.1", port=self.port, room=self.rooms)
@@ -205,8 +228,9 @@ class Receiver:
         self.read()
         self.tell("send", self.rooms, theirs, None)
         self.waker.wait(self.transfer, Committed)
-        ended = time.monotonic()
-        return ended - self.read()
+        seen_s = time.monotonic()
+        started_s = self.read()
+        return self.waker.woken_s - started_s, seen_s - started_s
 
     def close(self) -> None:
         assert self.child.stdin is not None and self.child.stdout is not None
@@ -220,22 +244,27 @@ class Receiver:
 def compare(receiver: Receiver, run: int, rounds: int) -> dict[str, Any]:
     """Paired rounds; the median of the rounds' ratios decides."""
     mine, theirs = page_table(run, 1), page_table(run, 2)
-    pairs = []
-    for i in range(rounds + 3):
-        order = (receiver.raw, receiver.tandem) if i % 2 else (receiver.tandem, receiver.raw)
-        times = {way.__name__: way(mine, theirs) for way in order}
-        pairs.append((times["raw"], times["tandem"]))
-    pairs = pairs[3:]  # connections and page faults
+    raws, queued, seen = [], [], []
+    for i in range(rounds + WARM_UP_ROUNDS):
+        if i % 2:
+            raw_s, tandem_s = receiver.raw(mine, theirs), receiver.tandem(mine, theirs)
+        else:
+            tandem_s, raw_s = receiver.tandem(mine, theirs), receiver.raw(mine, theirs)
+        if i >= WARM_UP_ROUNDS:
+            raws.append(raw_s)
+            queued.append(tandem_s[0])
+            seen.append(tandem_s[1])
     blocks = plan_pages(receiver.layout, receiver.places, receiver.places, list(zip(theirs, mine, strict=True)))
     blocks += plan_slot(receiver.layout, receiver.places, receiver.places, (1, 2), track=False)
     return {
         "pages": f"runs of {run}" if run else "one run",
         "blocks": len(blocks),
         "megabytes": round(sum(block.nbytes for block in blocks) / 1e6, 2),
-        "raw_ms": round(1e3 * statistics.median(raw for raw, _ in pairs), 3),
-        "tandem_ms": round(1e3 * statistics.median(ours for _, ours in pairs), 3),
-        "ratio": round(statistics.median(raw / ours for raw, ours in pairs), 3),
-        "ratio_q1": round(quartile([raw for raw, _ in pairs]) / quartile([ours for _, ours in pairs]), 3),
+        "raw_ms": round(1e3 * statistics.median(raws), 3),
+        "tandem_ms": round(1e3 * statistics.median(queued), 3),
+        "seen_ms": round(1e3 * statistics.median(seen), 3),
+        "ratio": round(statistics.median(raw / ours for raw, ours in zip(raws, queued, strict=True)), 3),
+        "ratio_q1": round(quartile(raws) / quartile(queued), 3),
     }
 
 

@@ -158,6 +158,6 @@ async def connect(host: str, port: int) -> Channel:
         except BaseException:
             sock.close()
             raise
-    except OSError as error:
+    except (OSError, ValueError, OverflowError) as error:  # the last two: no host name, no port number
         raise WorkerError(f"no prefill node answers at {host}:{port}: {error}", code="peer_unreachable") from error
     return Channel(sock, loop)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -32,10 +35,10 @@ class LoopThread:
         self.loop.call_soon_threadsafe(function, *arguments)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task, on the loop's thread; it is cancelled by `stop`. An exception in it is reported by the loop."""
+        """Start a task, on the loop's thread; it is cancelled by `stop`. An exception in it is logged."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
 
     def stop(self) -> None:
         """Cancel every task and end the thread."""
@@ -49,6 +52,11 @@ class LoopThread:
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of %s ended with a bug", self._thread.name, exc_info=error)
 
     async def _cancel(self) -> None:
         tasks = list(self._tasks)

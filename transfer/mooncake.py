@@ -1,7 +1,8 @@
 """Mooncake Transfer Engine: RDMA, TCP or NVLink writes. Return codes become typed errors here and nowhere else.
 
 Mooncake falls back to TCP in silence when it finds no RDMA device, so what was installed is read from the process
-itself: an open verbs device means RDMA, a listening data port means TCP.
+itself: an open verbs device means RDMA, a listening data port means TCP. Its two ports listen on every interface and
+know no key: whoever reaches them can write to registered memory, so they belong on a trusted network.
 """
 
 from __future__ import annotations
@@ -127,7 +128,6 @@ def _check_installed(wanted: Protocol, data_ports: Sequence[int]) -> None:
 def _set_environment(config: TransferConfig) -> None:
     """Mooncake reads its settings from the environment, when it is loaded and when it starts; a user's own win."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("MC_TCP_BIND_ADDRESS", config.host)
     os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(max(1, math.ceil(config.transfer_timeout_s))))
     forced = {Protocol.TCP: "MC_FORCE_TCP", Protocol.RDMA: "MC_FORCE_HCA", Protocol.NVLINK: "MC_FORCE_MNNVL"}
     for protocol, variable in forced.items():

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 MAX_WRITE_BYTES = 32 << 20
 ROOM_LIMIT = 2**63
-GREETINGS = 3
+GREETINGS, GREETING_BYTES = 3, 4096
 
 
 @dataclass(slots=True)
@@ -203,8 +203,8 @@ class PrefillTransfer:
     # Rooms. All of these need the lock.
 
     def _add(self, room: int, timeout_s: float, waiting_for: str) -> _Room:
-        nth = self._counts["opened"]
-        self._counts["opened"] += 1
+        nth = self._counts["started"]
+        self._counts["started"] += 1
         entry = _Room(room, nth, time.monotonic() + timeout_s, waiting_for)
         self._rooms[room] = entry
         return entry
@@ -429,7 +429,7 @@ class PrefillTransfer:
         The first write to a peer is slow, and where a dead process had the same session it fails, once.
         """
         pool, mine, theirs = self._layout.pools[0], self._placements[0], peer.link.peer.placements[0]
-        block = Block(mine.base, theirs.base, pool.item_bytes, "greeting")
+        block = Block(mine.base, theirs.base, min(pool.item_bytes, GREETING_BYTES), "greeting")
         for _ in range(GREETINGS):
             try:
                 self._transport.write(peer.link.peer.session, [block])

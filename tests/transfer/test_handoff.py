@@ -397,8 +397,11 @@ def test_a_transfer_that_takes_too_long(config: Config, prefill: Make, decode: M
     d.wait_for(Released, 1)
 
 
-def test_nobody_at_the_bootstrap_address(config: Config, decode: Make) -> None:
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", 1), ("no.such.host.invalid", 80), ("a" * 300, 80), ("::1", 99999)]
+)
+def test_nobody_at_the_bootstrap_address(config: Config, decode: Make, host: str, port: int) -> None:
     d = decode(config())
-    d.transfer.open(RoomAddress(host="127.0.0.1", port=1, room=1), "r", THERE, 2)
+    d.transfer.open(RoomAddress(host=host, port=port, room=1), "r", THERE, 2)
     assert d.wait_for(RoomFailed, 1, 1).error.code == "peer_unreachable"
     d.wait_for(Released, 1)

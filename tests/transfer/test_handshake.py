@@ -19,7 +19,7 @@ from transfer import BootstrapServer, Committed, Released, RoomFailed, open_tran
 from transfer.channel import MAX_GREETING_BYTES
 from transfer.handshake import read_key
 from transfer.lease import Lease, LeaseState
-from transfer.messages import PROTOCOL_VERSION, Answer, Challenge, Hello, Message, Open
+from transfer.messages import PROTOCOL_VERSION, Answer, Challenge, Hello, Message, Open, Refused
 from transfer.rendezvous import look_up
 from transfer.server import dial
 
@@ -94,6 +94,20 @@ def test_the_rank_checks_the_key_itself(config: Config, prefill: Make, tmp_path:
     with pytest.raises(ConfigError) as error:
         asyncio.run(dial(*p.transfer.control_address, b"w" * 16, hello(), 5))
     assert error.value.code == "unauthorized"
+
+
+@pytest.mark.parametrize("proof", [b"", b"x" * 32])
+def test_a_client_that_skips_its_own_check_is_refused(
+    config: Config, prefill: Make, tmp_path: Path, proof: bytes
+) -> None:
+    p = prefill(config(cluster_key_file=key_file(tmp_path, "mine", "k" * 16)))
+    for address in (p.transfer.control_address, (p.config.host, p.bootstrap.port)):
+        with socket.create_connection(address, timeout=2) as stranger:
+            read_frame(stranger)
+            stranger.sendall(frame(msgspec.msgpack.encode(Answer(nonce=b"n" * 32, proof=proof))))
+            answer = msgspec.msgpack.decode(read_frame(stranger), type=Message)
+            assert isinstance(answer, Refused) and answer.error.code == "unauthorized"
+            assert stranger.recv(1) == b""
 
 
 def test_without_a_key_only_this_host_may_come(config: Config, monkeypatch: pytest.MonkeyPatch, prefill: Make) -> None:
