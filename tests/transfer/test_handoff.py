@@ -58,7 +58,7 @@ def test_bytes_arrive_as_they_were(config: Config, prefill: Make, decode: Make, 
 def test_open_may_come_first(config: Config, prefill: Make, decode: Make) -> None:
     p, d = prefill(config()), decode(config())
     d.transfer.open(p.address(1), "r", THERE, 2)
-    d.wait(lambda _: p.transfer.stats()["rooms"] == {"waiting": 1} or d.woken.set())
+    d.until(lambda: p.transfer.stats()["rooms"] == {"waiting": 1})
     assert p.pump() == []
     p.transfer.expect(1, "r", 5)
     p.wait_for(RoomOpened, 1)
@@ -248,7 +248,7 @@ def test_abort_by_decode_before_the_first_write(config: Config, prefill: Make, d
         start(p, d, 1)
     else:
         d.transfer.open(p.address(1), "r", THERE, 2)
-        d.wait(lambda _: p.transfer.stats()["rooms"] or d.woken.set())
+        d.until(lambda: p.transfer.stats()["rooms"])
     d.transfer.abort(1, AbortedError("no more"))
     d.wait_for(Released, 1, 1)
     assert order(d) == ["RoomFailed", "Released"]
@@ -271,7 +271,7 @@ def test_abort_while_writing_waits_for_the_write(config: Config, prefill: Make, 
     p.send(1, HERE, 1)
     target = d.pools.item(2, 2)
     untouched = target.copy()
-    d.wait(lambda _: (target != untouched).any() or d.woken.set())
+    d.until(lambda: (target != untouched).any())
     started = time.monotonic()
     (p if by == "prefill" else d).transfer.abort(1, AbortedError("no more"))
     p.wait_for(RoomFailed, 1, 0.2)

@@ -71,7 +71,7 @@ def test_kill_of_prefill_ends_decode_within_a_second(
     for room in (2, 3):
         error = d.wait_for(RoomFailed, room, 1).error
         assert isinstance(error, WorkerError) and error.code == "peer_lost"
-        d.wait_for(Released, room, 1)
+        d.wait_for(Released, room, 3)
     assert not d.quiet(0.1)
     assert d.transfer.stats()["quarantined"] == 0
 
@@ -88,7 +88,7 @@ def test_kill_of_decode_ends_prefill_within_a_second(
     p.transfer.send_pages(1, 0, HERE[:2])
     d.signal(signal.SIGKILL)
     assert p.wait_for(RoomFailed, 1, 1).error.code in ("peer_lost", "write_failed")  # whichever is noticed first
-    p.wait_for(Released, 1, 1)
+    p.wait_for(Released, 1, 3)
     p.send(1, HERE, 1)
     assert not p.quiet(0.1)
 
@@ -102,9 +102,9 @@ def test_kill_of_prefill_in_the_middle_of_a_write(config: Config, process: Make,
     target = d.pools.item(2, 2)
     before = target.copy()
     send(p, 1)
-    d.wait(lambda _: (target != before).any() or d.woken.set())
+    d.until(lambda: (target != before).any())
     p.signal(signal.SIGKILL)
-    d.wait_for(Released, 1, 1)
+    d.wait_for(Released, 1, 3)
     landed = target.copy()
     time.sleep(0.1)
     assert (target == landed).all()
@@ -121,7 +121,7 @@ def test_kill_of_prefill_with_another_one_connected(config: Config, process: Mak
     d.transfer.open(address(dying, 3), "r", THERE, 2)
     dying.wait_for("RoomOpened", 3)
     dying.signal(signal.SIGKILL)
-    d.wait_for(Released, 3, 1.5)
+    d.wait_for(Released, 3, 3)
     assert d.transport.inbound(), "the living one is still connected"
     hand_off(living, d, 4)
 
@@ -143,7 +143,7 @@ def test_a_stopped_prefill_is_found_and_frees_nothing_until_it_wakes(
     assert not d.of(Released, 1)
     assert d.transfer.stats()["leases"] == {"draining": 1}
     p.signal(signal.SIGCONT)
-    d.wait_for(Released, 1, 1)
+    d.wait_for(Released, 1, 3)
     hand_off(p, d, 3)
 
 
@@ -155,7 +155,7 @@ def test_a_stopped_decode_is_found(config: Config, process: Make, prefill: Make)
     p.wait_for(RoomOpened, 1)
     d.signal(signal.SIGSTOP)
     assert p.wait_for(RoomFailed, 1, 1.5).error.code == "peer_silent"
-    p.wait_for(Released, 1, 1)
+    p.wait_for(Released, 1, 3)
     d.signal(signal.SIGCONT)
     assert d.wait_for("RoomFailed", 1)[2] == "peer_silent"
     d.wait_for("Released", 1)
@@ -170,7 +170,7 @@ def test_prefill_comes_back_on_the_same_port(
     hand_off(p, d, 1)
     p.signal(signal.SIGKILL)
     p.close()
-    d.wait(lambda _: not d.transfer.stats()["peers"] or d.woken.set())
+    d.until(lambda: not d.transfer.stats()["peers"])
     again = process("prefill", settings, port=p.port)
     assert again.port == p.port
     hand_off(again, d, 1001)

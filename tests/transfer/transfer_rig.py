@@ -126,6 +126,13 @@ class Side:
             self.pump()
         return found
 
+    def until(self, condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+        """Look until `condition()` is true."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
     def wait_for(self, kind: type, room: int, timeout_s: float = 10.0) -> Any:
         return self.wait(lambda events: self.of(kind, room), timeout_s)[0]
 
