@@ -131,6 +131,7 @@ def summary(steps_s: dict[int, float], peer_s: float, prefill_s: float) -> dict[
         "transformers_2_tokens_s": round(peer_speed, 1),
         "batch_32_gain": round(speeds[32] / speeds[1], 2),
         "over_transformers": round(speeds[PEER_BATCH] / peer_speed, 1),
+        "batch_32_over_transformers": round(speeds[32] / peer_speed, 1),
         "prefill_tokens": PREFILL_TOKENS,
         "prefill_s": round(prefill_s, 3),
     }
@@ -143,6 +144,7 @@ def show(figures: dict[str, float]) -> None:
         print(f"{name + f', batch {batch}':24}{figures[key + '_ms']:12.2f}{figures[key + '_tokens_s']:12.0f}")
     print(f"batch 32 over batch 1: {figures['batch_32_gain']} (target {TARGETS['batch_32_gain']})")
     print(f"over transformers at batch 2: {figures['over_transformers']} (target {TARGETS['over_transformers']})")
+    print(f"32 sequences over transformers at batch 2: {figures['batch_32_over_transformers']}")
     print(f"prefill of {PREFILL_TOKENS} tokens: {figures['prefill_s']} s (target {TARGETS['prefill_s']} s)")
     print(f"decode step at batch 1: {figures['decode_1_ms']} ms (target {TARGETS['decode_1_ms']} ms)")
 

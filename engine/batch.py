@@ -63,11 +63,13 @@ class PrefillPart:
 class ForwardBatch:
     """Made by `build_batch` only. token_ids int64 [T]. locations int64 [T]: page * page_size + offset of each token.
 
+    begun_pages: int64, pages that get their first token in this step and are not filled by it; None: there are none.
     logit_tokens int64 [R]: the packed tokens whose logits are wanted, in the order of the rows given.
     """
 
     token_ids: Tensor
     locations: Tensor
+    begun_pages: Tensor | None
     logit_tokens: Tensor
     decode: DecodePart | None
     prefill: PrefillPart | None
@@ -85,6 +87,7 @@ def build_batch(rows: Sequence[Row], *, page_size: int, device: torch.device | s
     return ForwardBatch(
         token_ids=torch.tensor([token for row in packed for token in row.token_ids], dtype=torch.int64, device=device),
         locations=_to(np.concatenate([_locations(row, page_size) for row in packed]), device),
+        begun_pages=_begun_pages(packed, page_size, device),
         logit_tokens=_to(_logit_tokens(rows, order), device),
         decode=_decode_part(packed[: len(decode)], page_size, device) if decode else None,
         prefill=_prefill_part(packed[len(decode) :], page_size, device) if prefill else None,
@@ -111,6 +114,15 @@ def _locations(row: Row, page_size: int) -> NDArray[np.int64]:
         return np.array([row.page_table[row.start // page_size] * page_size + row.start % page_size])
     positions = np.arange(row.start, row.start + len(row.token_ids))
     return np.asarray(row.page_table)[positions // page_size] * page_size + positions % page_size
+
+
+def _begun_pages(rows: Sequence[Row], page_size: int, device: torch.device | str) -> Tensor | None:
+    pages = []
+    for row in rows:
+        index, filled = divmod(row.start + len(row.token_ids), page_size)
+        if filled and index * page_size >= row.start:
+            pages.append(row.page_table[index])
+    return torch.tensor(pages, dtype=torch.int64, device=device) if pages else None
 
 
 def _logit_tokens(rows: Sequence[Row], order: Sequence[int]) -> NDArray[np.int64]:

@@ -113,7 +113,7 @@ class AttentionMixer:
         qkv = self.qkv(normed)  # [T, (Q + 2 J) E]
         query = qkv[:, : heads * dim].view(-1, heads, dim)  # [T, Q, E]
         keys_values = qkv[:, heads * dim :].view(-1, 2, kv_heads, dim)  # [T, 2, J, E]
-        write_kv(self.kv, step.batch.locations, keys_values)
+        write_kv(self.kv, step.batch.locations, keys_values, step.batch.begun_pages)
         return self.out.add_to(residual, self._attend(query, keys_values, step.batch).flatten(1))
 
     def _attend(self, query: Tensor, keys_values: Tensor, batch: ForwardBatch) -> Tensor:

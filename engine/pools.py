@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,9 +39,10 @@ class StatePools:
         revision: str,
         allocate: Callable[[int], Tensor] | None,
     ) -> None:
-        """allocate(nbytes): uint8 memory that outlives the pools, registered with a transport; None: plain memory.
+        """allocate(nbytes): zeroed uint8 memory that outlives the pools, registered with a transport.
 
-        All pools lie in one allocation, each aligned to 64 bytes, and begin as zeros.
+        None: plain memory. All pools lie in one allocation, each aligned to 64 bytes. They are not touched here: memory
+        that the system zeroes on first use costs nothing until a page or slot is used.
         """
         assert num_pages >= 2 and num_slots >= 2, "page 0 and slot 0 are reserved"
         self.config = config
@@ -119,12 +121,14 @@ def _padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _take(nbytes: int, allocate: Callable[[int], Tensor] | None, device: torch.device | str) -> Tensor:
+    if allocate is None and torch.device(device).type == "cpu":
+        return torch.from_numpy(np.zeros(nbytes, dtype=np.uint8))  # zeroed by the system on first use
     if allocate is None:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     memory = allocate(nbytes)
     assert memory.dtype is torch.uint8 and memory.numel() >= nbytes and memory.is_contiguous()
     assert memory.device.type == torch.device(device).type, "the allocator must serve the engine's device"
-    return memory.zero_()
+    return memory
 
 
 def _carve(memory: Tensor, specs: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Tensor, ...]:

@@ -2,7 +2,8 @@
 
 Legend: T packed tokens, B decode rows, Q query heads, J key/value heads, E head dim, Z page size.
 A layer's cache is kv [2, pages, Z, J, E]: K, then V. A sequence's pages are a slice of the pool when they ascend by one
-(then they are read in place), otherwise an index. Padding tables with page 0 is safe: what is there is masked.
+(then they are read in place), otherwise an index. Tables are padded with page 0, which is all zeros. Beyond the tokens
+of a sequence its last page is zeros too; both are masked.
 """
 
 from __future__ import annotations
@@ -46,10 +47,13 @@ class DecodeSpan:
     mask: Tensor | None
 
 
-def write_kv(kv: Tensor, locations: Tensor, keys_values: Tensor) -> None:
+def write_kv(kv: Tensor, locations: Tensor, keys_values: Tensor, begun_pages: Tensor | None) -> None:
     """Store K and V of T tokens. kv [2, pages, Z, J, E] (mutated), locations int64 [T] = page * Z + offset,
-    keys_values [T, 2, J, E]."""
-    kv.flatten(1, 2).index_copy_(1, locations, keys_values.transpose(0, 1))
+    keys_values [T, 2, J, E]. begun_pages: int64, emptied first, so that what a former owner left (it may be NaN) is
+    never multiplied, not even by a weight of zero."""
+    if begun_pages is not None:
+        kv.index_fill_(1, begun_pages, 0)
+    kv.view(2, -1, *kv.shape[3:]).index_copy_(1, locations, keys_values.transpose(0, 1))
 
 
 def attend_decode(query: Tensor, kv: Tensor, spans: tuple[DecodeSpan, ...]) -> Tensor:

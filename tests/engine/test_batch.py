@@ -41,6 +41,16 @@ def test_decode_rows_come_first_by_slot_then_the_others_as_given() -> None:
     assert isinstance(batch.prefill.slots, torch.Tensor) and batch.prefill.slots.tolist() == [6, 2, 1]
 
 
+def test_pages_that_are_begun_and_not_filled() -> None:
+    def begun(start: int, length: int) -> list[int] | None:
+        found = build_batch([Row([1] * length, start, [7, 8, 9], 1, 0)], page_size=PAGE, device="cpu").begun_pages
+        return None if found is None else found.tolist()
+
+    assert begun(0, 1) == [7] and begun(0, 4) is None and begun(0, 5) == [8]
+    assert begun(4, 1) == [8] and begun(5, 1) is None and begun(3, 1) is None
+    assert begun(3, 2) == [8] and begun(2, 6) is None and begun(2, 9) == [9]
+
+
 def test_logits_are_asked_for_in_the_order_given() -> None:
     batch = build_batch(ROWS, page_size=PAGE, device="cpu")
     wanted = [13, 14, 20, 40, 50]

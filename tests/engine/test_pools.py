@@ -104,7 +104,7 @@ def test_memory_comes_from_the_allocator_and_is_aligned(config: HybridConfig, sh
 
     def allocate(nbytes: int) -> Tensor:
         asked.append(nbytes)
-        whole.append(torch.full((nbytes + shift,), 7, dtype=torch.uint8))
+        whole.append(torch.zeros(nbytes + shift, dtype=torch.uint8))
         return whole[0][shift:]
 
     pools = make(config, torch.bfloat16, allocate=allocate)
