@@ -43,7 +43,7 @@ class Engine:
             allocate=None,
         )
         for index in range(rows):
-            self.runner.forward([Row([1 + index] * context, 0, self.pages(index, rows), 1 + index, 0)])
+            self.runner.forward([Row([1 + index] * context, 0, self.pages(index, rows), 1 + index, 0, None)])
 
     def pages(self, index: int, rows: int) -> list[int]:
         return [1 + index + rows * k for k in range(self.pages_each)]
@@ -54,13 +54,13 @@ class Engine:
         tokens = [1] * batch
         begin = time.perf_counter()
         for step in range(STEPS):
-            rows = [Row([tokens[i]], self.context + step, tables[i], 1 + i, 1) for i in range(batch)]
+            rows = [Row([tokens[i]], self.context + step, tables[i], 1 + i, 1, None) for i in range(batch)]
             tokens = self.runner.forward(rows).argmax(-1).tolist()
         return (time.perf_counter() - begin) / STEPS
 
     def prefill_s(self) -> float:
         begin = time.perf_counter()
-        self.runner.forward([Row([5] * PREFILL_TOKENS, 0, self.pages(0, max(BATCHES)), 1, 1)])
+        self.runner.forward([Row([5] * PREFILL_TOKENS, 0, self.pages(0, max(BATCHES)), 1, 1, None)])
         return time.perf_counter() - begin
 
 

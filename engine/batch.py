@@ -23,12 +23,21 @@ _RECTANGLE_TOKENS = 8192
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Track:
+    """A state to keep: that of a row's sequence as of `position` tokens, conv and SSM of all layers, in `slot`."""
+
+    position: int
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """One sequence's share of a step.
 
     token_ids: the query tokens. start: tokens computed before, which is the position of the first one; 0 means that the
     sequence begins with zero states whatever its slot holds. page_table: pages of positions 0 .. start +
-    len(token_ids) - 1 (more may follow). num_logits: how many of the last query tokens need logits.
+    len(token_ids) - 1 (more may follow). num_logits: how many of the last query tokens need logits. track: the state to
+    keep on the way; None: no one.
     """
 
     token_ids: Sequence[int]
@@ -36,6 +45,7 @@ class Row:
     page_table: Sequence[int]
     slot: int
     num_logits: int
+    track: Track | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -199,6 +199,7 @@ class Scheduler:
                 page_table=c.sequence.page_table,
                 slot=_slot(c.sequence),
                 num_logits=_num_logits(c),
+                track=None,
             )
             for c in chunks
         ]
@@ -241,6 +242,7 @@ class Scheduler:
                 page_table=s.page_table,
                 slot=_slot(s),
                 num_logits=1,
+                track=None,
             )
             for s in batch
         ]

@@ -22,11 +22,11 @@ def test_no_field_has_a_default(cls: type) -> None:
 
 
 ROWS = [
-    Row([10, 11, 12, 13, 14], 0, [5, 3], 6, 2),
-    Row([20], 9, [1, 2, 4], 8, 1),
-    Row([30, 31], 3, [6, 7, 9], 2, 0),
-    Row([40], 3, [8], 7, 1),
-    Row([50], 0, [10], 1, 1),
+    Row([10, 11, 12, 13, 14], 0, [5, 3], 6, 2, None),
+    Row([20], 9, [1, 2, 4], 8, 1, None),
+    Row([30, 31], 3, [6, 7, 9], 2, 0, None),
+    Row([40], 3, [8], 7, 1, None),
+    Row([50], 0, [10], 1, 1, None),
 ]
 
 
@@ -43,7 +43,7 @@ def test_decode_rows_come_first_by_slot_then_the_others_as_given() -> None:
 
 def test_pages_that_are_begun_and_not_filled() -> None:
     def begun(start: int, length: int) -> list[int] | None:
-        found = build_batch([Row([1] * length, start, [7, 8, 9], 1, 0)], page_size=PAGE, device="cpu").begun_pages
+        found = build_batch([Row([1] * length, start, [7, 8, 9], 1, 0, None)], page_size=PAGE, device="cpu").begun_pages
         return None if found is None else found.tolist()
 
     assert begun(0, 1) == [7] and begun(0, 4) is None and begun(0, 5) == [8]
@@ -81,7 +81,7 @@ def test_pure_batches_have_one_part() -> None:
 
 
 def test_large_decode_batches_are_attended_row_by_row() -> None:
-    rows = [Row([1], 4095, list(range(1 + slot * 1024, 1 + (slot + 1) * 1024)), slot + 1, 1) for slot in range(3)]
+    rows = [Row([1], 4095, list(range(1 + slot * 1024, 1 + (slot + 1) * 1024)), slot + 1, 1, None) for slot in range(3)]
     batch = build_batch(rows, page_size=PAGE, device="cpu")
     assert batch.decode is not None
     assert [(span.begin, span.end, span.length, span.mask) for span in batch.decode.spans] == [

@@ -67,7 +67,7 @@ def pages_of(slot: int) -> list[int]:
 
 
 def row(tokens: Sequence[int], start: int, slot: int, num_logits: int | None = None) -> Row:
-    return Row(tokens, start, pages_of(slot), slot, len(tokens) if num_logits is None else num_logits)
+    return Row(tokens, start, pages_of(slot), slot, len(tokens) if num_logits is None else num_logits, None)
 
 
 def poison(runner: ModelRunner) -> None:

@@ -217,7 +217,7 @@ def paged_rows(pieces: list[tuple[int, int]], contiguous: bool) -> list[Row]:
             pages, following = list(range(following, following + count)), following + count
         else:
             pages = [1 + index + len(pieces) * k for k in reversed(range(count))]
-        rows.append(Row([1] * length, start, pages, index + 1, 0))
+        rows.append(Row([1] * length, start, pages, index + 1, 0, None))
     return rows
 
 
