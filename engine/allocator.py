@@ -1,4 +1,5 @@
-"""Who owns which page and which slot. A page or slot has one owner from `allocate` to `free`, and none in between.
+"""Who owns which page and which slot. A page or slot has one owner from `allocate` to `free`, and none in between;
+`transfer` hands it to another one.
 
 Number 0 of each is reserved: padding rows read and write it, no sequence ever owns it. An owner is any string, as a
 rid; it serves `/debug` and the search for leaks, and decides nothing. Lowest numbers go first, so that a rank with
@@ -33,18 +34,26 @@ class _Owners:
             self._owner[item] = owner
 
     def release(self, items: Sequence[int]) -> None:
-        assert 0 not in items, "0 is reserved and nobody's to free"
-        assert len(set(items)) == len(items), f"freed twice in one call: {sorted(items)}"
-        missing = [item for item in items if item not in self._owner]
-        assert not missing, f"freed without an owner: {missing}"
+        self._check_owned(items, "freed")
         for item in items:
             del self._owner[item]
+
+    def transfer(self, items: Sequence[int], owner: str) -> None:
+        self._check_owned(items, "transferred")
+        for item in items:
+            self._owner[item] = owner
 
     def owned(self) -> dict[str, list[int]]:
         by_owner: dict[str, list[int]] = {}
         for item in sorted(self._owner):
             by_owner.setdefault(self._owner[item], []).append(item)
         return by_owner
+
+    def _check_owned(self, items: Sequence[int], done: str) -> None:
+        assert 0 not in items, f"0 is reserved: never {done}"
+        assert len(set(items)) == len(items), f"{done} twice in one call: {sorted(items)}"
+        missing = [item for item in items if item not in self._owner]
+        assert not missing, f"{done} without an owner: {missing}"
 
     def check(self, free: Sequence[int]) -> None:
         assert len(set(free)) == len(free), f"free more than once: {sorted(free)}"
@@ -90,6 +99,10 @@ class PageAllocator:
         """Give back pages of any owners, in any order."""
         self._owners.release(pages)
         self._free[list(pages)] = 1
+
+    def transfer(self, pages: Sequence[int], owner: str) -> None:
+        """Make `owner` the owner of pages that anybody owns."""
+        self._owners.transfer(pages, owner)
 
     def owned(self) -> dict[str, list[int]]:
         """Owner → its pages, ascending."""
@@ -143,12 +156,17 @@ class SlotAllocator:
         return slot
 
     def generation(self, slot: int) -> int:
-        """How many times this slot was allocated. A late writer compares it with the one that it started with."""
+        """How many owners this slot has had. A late writer compares it with the one that it started with."""
         return self._generations[slot]
 
     def free(self, slot: int) -> None:
         self._owners.release([slot])
         heapq.heappush(self._free, slot)
+
+    def transfer(self, slot: int, owner: str) -> None:
+        """Make `owner` the owner of a slot that anybody owns, and begin the slot's next generation."""
+        self._owners.transfer([slot], owner)
+        self._generations[slot] += 1
 
     def owned(self) -> dict[str, list[int]]:
         """Owner → its slots, ascending."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.ops.attention import DecodeSpan, PrefillSpan
 from engine.ops.slots import SlotIndex, index_slots
+from engine.tracking import Boundary
 
 # Decode rows are padded to one rectangle while it stays this small; larger ones are cheaper row by row, in the cache.
 _RECTANGLE_TOKENS = 8192
@@ -24,7 +25,10 @@ _RECTANGLE_TOKENS = 8192
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Track:
-    """A state to keep: that of a row's sequence as of `position` tokens, conv and SSM of all layers, in `slot`."""
+    """A state to keep: that of a row's sequence as of `position` tokens, conv and SSM of all layers, in `slot`.
+
+    start < position <= start + len(token_ids) of the row; unless the row decodes, a multiple of the model's chunk.
+    """
 
     position: int
     slot: int
@@ -37,7 +41,7 @@ class Row:
     token_ids: the query tokens. start: tokens computed before, which is the position of the first one; 0 means that the
     sequence begins with zero states whatever its slot holds. page_table: pages of positions 0 .. start +
     len(token_ids) - 1 (more may follow). num_logits: how many of the last query tokens need logits. track: the state to
-    keep on the way; None: no one.
+    keep on the way, None if there is none; its slot is no row's slot and no other row's track slot.
     """
 
     token_ids: Sequence[int]
@@ -50,23 +54,28 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodePart:
-    """The rows with one token and a past, first in the pack. slots: of B rows, ascending. spans: for attention."""
+    """The rows with one token and a past, first in the pack. slots: of B rows, ascending. spans: for attention.
+
+    tracks: (slot, track slot) of the rows whose new state is to be kept.
+    """
 
     rows: int
     slots: SlotIndex
     spans: tuple[DecodeSpan, ...]
+    tracks: tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillPart:
     """The other rows. starts, lengths: of S sequences. fresh: bool [S], start is 0. spans: for attention, counted from
-    the first prefill token."""
+    the first prefill token. tracks: the states to be kept on the way."""
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
     slots: SlotIndex
     fresh: Tensor
     spans: tuple[PrefillSpan, ...]
+    tracks: tuple[Boundary, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,10 +95,11 @@ class ForwardBatch:
 
 
 def build_batch(rows: Sequence[Row], *, page_size: int, device: torch.device | str) -> ForwardBatch:
-    """The step of these rows: at least one, each with at least one token, no two with the same slot."""
+    """The step of these rows: at least one, each with at least one token, no slot named twice."""
     for row in rows:
         _check(row, page_size)
-    assert rows and len({row.slot for row in rows}) == len(rows), "a slot belongs to one row"
+    slots = [row.slot for row in rows] + [row.track.slot for row in rows if row.track]
+    assert rows and len(set(slots)) == len(slots), "a slot belongs to one row"
     decode = sorted((i for i, row in enumerate(rows) if _is_decode(row)), key=lambda i: rows[i].slot)
     prefill = [i for i, row in enumerate(rows) if not _is_decode(row)]
     order = decode + prefill
@@ -107,7 +117,8 @@ def build_batch(rows: Sequence[Row], *, page_size: int, device: torch.device | s
 def _check(row: Row, page_size: int) -> None:
     count = len(row.token_ids)
     assert count >= 1 and row.start >= 0 and 0 <= row.num_logits <= count, row
-    assert row.slot > 0, "slot 0 belongs to nobody"
+    assert row.slot > 0 and (row.track is None or row.track.slot > 0), "slot 0 belongs to nobody"
+    assert row.track is None or row.start < row.track.position <= row.start + count, "the step does not reach the track"
     assert len(row.page_table) >= _pages(row, page_size), "the page table does not cover the tokens"
 
 
@@ -148,7 +159,12 @@ def _decode_part(rows: Sequence[Row], page_size: int, device: torch.device | str
         spans = [_rectangle(rows, page_size, device)]
     else:
         spans = [_single(i, row, page_size, device) for i, row in enumerate(rows)]
-    return DecodePart(rows=len(rows), slots=index_slots([row.slot for row in rows], device), spans=tuple(spans))
+    return DecodePart(
+        rows=len(rows),
+        slots=index_slots([row.slot for row in rows], device),
+        spans=tuple(spans),
+        tracks=tuple((row.slot, row.track.slot) for row in rows if row.track),
+    )
 
 
 def _single(index: int, row: Row, page_size: int, device: torch.device | str) -> DecodeSpan:
@@ -179,6 +195,11 @@ def _prefill_part(rows: Sequence[Row], page_size: int, device: torch.device | st
         slots=index_slots([row.slot for row in rows], device),
         fresh=torch.tensor([row.start == 0 for row in rows], device=device),
         spans=tuple(_span(row, end, page_size, device) for row, end in zip(rows, ends, strict=True)),
+        tracks=tuple(
+            Boundary(index, row.track.position - row.start, row.track.slot)
+            for index, row in enumerate(rows)
+            if row.track
+        ),
     )
 
 

@@ -42,10 +42,15 @@ class Mixer(Protocol):
 
 
 class NemotronH:
-    """The model over its weights (canonical names, see `load_weights`) and the pools its state lives in."""
+    """The model over its weights (canonical names, see `load_weights`) and the pools its state lives in.
+
+    A state to keep is written by the mixers themselves where a prompt passes it; where rows decode it is the new state,
+    copied when the last layer is done.
+    """
 
     def __init__(self, config: HybridConfig, weights: Mapping[str, Tensor], pools: StatePools) -> None:
         self.config = config
+        self.pools = pools
         self.embeddings = weights["embeddings.weight"]  # [V, D]
         self.final_norm = weights["norm_f.weight"]
         self.head = _project(weights, "lm_head")
@@ -53,11 +58,13 @@ class NemotronH:
         self.mixers = [_mixer(config, weights, pools, layer) for layer in range(len(config.layers))]
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits float32 [R, V] of the tokens the batch asks for. Advances the state of every row."""
+        """Logits float32 [R, V] of the tokens the batch asks for. Advances every row, fills the track slots."""
         step = self._plan(batch)
         hidden = F.embedding(batch.token_ids, self.embeddings)  # [T, D]
         for norm, mixer in zip(self.norms, self.mixers, strict=True):
             hidden = mixer.forward(rms_norm(hidden, norm, self.config.layer_norm_epsilon), hidden, step)
+        if batch.decode and batch.decode.tracks:
+            self.pools.copy_slots(*zip(*batch.decode.tracks, strict=True))
         hidden = hidden.index_select(0, batch.logit_tokens)  # [R, D]
         return self.head(rms_norm(hidden, self.final_norm, self.config.layer_norm_epsilon)).float()
 
@@ -68,8 +75,8 @@ class NemotronH:
         device = batch.token_ids.device
         return Step(
             batch=batch,
-            conv_plan=plan_conv(part.lengths, self.config.conv_kernel, device),
-            chunk_plan=plan_chunks(part.starts, part.lengths, self.config.chunk_size, device),
+            conv_plan=plan_conv(part.lengths, self.config.conv_kernel, part.tracks, device),
+            chunk_plan=plan_chunks(part.starts, part.lengths, self.config.chunk_size, part.tracks, device),
         )
 
 

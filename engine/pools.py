@@ -10,7 +10,7 @@ Page 0 and slot 0 pad short rows of a batch; they never belong to a request. Who
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -81,9 +81,18 @@ class StatePools:
 
     def copy_slot(self, src: int, dst: int) -> None:
         """Copy conv and SSM state of all layers from slot src to slot dst."""
-        assert src > 0 and dst > 0, "slot 0 belongs to nobody"
-        self.conv[dst].copy_(self.conv[src])
-        self.ssm[dst].copy_(self.ssm[src])
+        self.copy_slots([src], [dst])
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy conv and SSM state of all layers from each source to its target, in one go and without a buffer.
+
+        Targets are distinct and none is a source.
+        """
+        assert len(sources) == len(targets) == len(set(targets)), "each target has one source"
+        assert not {*sources} & {*targets}, "no target is a source"
+        assert 0 not in sources and 0 not in targets, "slot 0 belongs to nobody"
+        for pool in (self.conv, self.ssm):
+            torch._foreach_copy_([pool[target] for target in targets], [pool[source] for source in sources])
 
     def slot_state(self, slot: int) -> tuple[Tensor, Tensor]:
         """Clones of a slot: conv [M, C, W - 1] and ssm [M, H, P, N]. For tests."""

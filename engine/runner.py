@@ -61,7 +61,8 @@ class ModelRunner:
     def forward(self, rows: Sequence[Row]) -> Tensor:
         """Advance every row by its tokens. Returns logits float32 [sum of num_logits, vocabulary], rows in order.
 
-        Writes K and V of the tokens in the rows' pages, and conv and SSM state in their slots.
+        Writes K and V of the tokens in the rows' pages, conv and SSM state in their slots, and in their track slots the
+        states to be kept.
         """
         return self._model.forward(build_batch(rows, page_size=self.pools.page_size, device=self._device))
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.ops.slots import SlotIndex, read_slots, write_slots
+from engine.ops.slots import SlotIndex, read_slots, save_states, write_slots
+from engine.tracking import Boundary
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class ConvPlan:
 
     length: rows of that buffer, T + S (W - 1). heads, tails: int64 [S (W - 1)], the earlier inputs of each sequence
     and its last W - 1 ones. tokens: int64 [T]. With one sequence, heads and tokens are ranges and are not used.
+    tracks: (slot, first of the W - 1 rows to save there).
     """
 
     sequences: int
@@ -30,9 +32,10 @@ class ConvPlan:
     heads: Tensor
     tails: Tensor
     tokens: Tensor
+    tracks: tuple[tuple[int, int], ...]
 
 
-def plan_conv(lengths: Sequence[int], width: int, device: torch.device | str) -> ConvPlan:
+def plan_conv(lengths: Sequence[int], width: int, tracks: Sequence[Boundary], device: torch.device | str) -> ConvPlan:
     """The plan for sequences of these lengths (each at least 1), packed one behind the other."""
     counts = torch.tensor(lengths)
     ends = torch.cumsum(counts + (width - 1), 0)  # [S]
@@ -47,6 +50,8 @@ def plan_conv(lengths: Sequence[int], width: int, device: torch.device | str) ->
         heads=(starts[:, None] - (width - 1) + window).flatten().to(device),
         tails=(ends[:, None] - (width - 1) + window).flatten().to(device),
         tokens=order.to(device),
+        # A sequence's W - 1 heads come before its tokens: the inputs before token `offset` begin `offset` rows in.
+        tracks=tuple((one.slot, int(starts[one.sequence]) - (width - 1) + one.offset) for one in tracks),
     )
 
 
@@ -55,8 +60,9 @@ def conv_prefill(
 ) -> Tensor:
     """Convolve packed sequences, each continuing from its slot.
 
-    x [T, C], pool [slots, C, W - 1] (mutated: the new last inputs), fresh bool [S]: begin with zeros whatever the slot
-    holds. weight [W, C], bias [C] or None. Returns [T, C].
+    x [T, C], pool [slots, C, W - 1] (mutated: the new last inputs; in track slots the inputs before the position to be
+    kept, some of which may be the slot's), fresh bool [S]: begin with zeros whatever the slot holds. weight [W, C],
+    bias [C] or None. Returns [T, C].
     """
     width, channels = weight.shape
     state = read_slots(pool, slots)
@@ -64,6 +70,7 @@ def conv_prefill(
     buffer = _interleave(heads.to(x.dtype), x, plan)  # [T + S (W - 1), C]
     tails = buffer.index_select(0, plan.tails).view(plan.sequences, width - 1, channels)
     write_slots(pool, slots, tails.transpose(1, 2))
+    save_states(pool, ((slot, buffer[begin : begin + width - 1].t()) for slot, begin in plan.tracks))
     out = _weighted(buffer, weight, bias)  # [length - (W - 1), C]
     out = out if plan.sequences == 1 else out.index_select(0, plan.tokens - (width - 1))
     return F.silu(out, inplace=True)

@@ -6,7 +6,7 @@ reading copies nothing and what is updated in place is already written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,3 +35,9 @@ def write_slots(pool: Tensor, slots: SlotIndex, items: Tensor) -> None:
     target = pool[slots]
     if target.data_ptr() != items.data_ptr():
         target.copy_(items)
+
+
+def save_states(pool: Tensor, states: Iterable[tuple[int, Tensor]]) -> None:
+    """Store (slot, its item, of any float dtype) one by one, each straight from where it lies."""
+    for slot, item in states:
+        pool[slot].copy_(item)

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.ops.slots import SlotIndex, read_slots, write_slots
+from engine.ops.slots import SlotIndex, read_slots, save_states, write_slots
+from engine.tracking import Boundary, boundary_chunk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class ChunkPlan:
     their sequence are the range [edges[k], edges[k + 1]), and each range is a prefix of the one before, shifted.
     tokens: int64 [T], place of token t in [K * L]. ranks: int64 [S], the place of each sequence among the first rows.
     order: int64 [S], its inverse: the sequence at each place. last_rows: int64 [S], the last row of each sequence.
+    tracks: (slot, row that begins with the state to save there; K + s for the final state of sequence s).
     """
 
     rows: int
@@ -36,10 +38,20 @@ class ChunkPlan:
     tokens: Tensor
     order: Tensor
     last_rows: Tensor
+    tracks: tuple[tuple[int, int], ...]
 
 
-def plan_chunks(starts: Sequence[int], lengths: Sequence[int], chunk: int, device: torch.device | str) -> ChunkPlan:
-    """The plan for sequences that add lengths[s] >= 1 tokens from position starts[s], packed one behind the other."""
+def plan_chunks(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    chunk: int,
+    tracks: Sequence[Boundary],
+    device: torch.device | str,
+) -> ChunkPlan:
+    """The plan for sequences that add lengths[s] >= 1 tokens from position starts[s], packed one behind the other.
+
+    tracks: at positions on the grid of their sequence.
+    """
     begin, count = torch.tensor(starts), torch.tensor(lengths)
     chunks = (begin + count - 1) // chunk - begin // chunk + 1  # [S]
     order = torch.argsort(chunks, descending=True, stable=True)
@@ -53,6 +65,11 @@ def plan_chunks(starts: Sequence[int], lengths: Sequence[int], chunk: int, devic
     first = torch.where(number == 0, 0, number * chunk - begin[owner] % chunk)
     place = inside - first
     width = int(place.max()) + 1
+
+    def row_after(one: Boundary) -> int:
+        number = boundary_chunk(starts[one.sequence], lengths[one.sequence], one.offset, chunk)
+        return int(edges[-1]) + one.sequence if number is None else int(edges[number] + ranks[one.sequence])
+
     return ChunkPlan(
         rows=int(edges[-1]),
         width=width,
@@ -60,6 +77,7 @@ def plan_chunks(starts: Sequence[int], lengths: Sequence[int], chunk: int, devic
         tokens=((edges[number] + ranks[owner]) * width + place).to(device),
         order=order.to(device),
         last_rows=(edges[chunks - 1] + ranks).to(device),
+        tracks=tuple((one.slot, row_after(one)) for one in tracks),
     )
 
 
@@ -78,7 +96,8 @@ def ssd_prefill(
     """Run packed sequences through the recurrence, each continuing from its slot.
 
     x [T, H, P], b and c [T, G, N] any float dtype; dt [T, H] > 0, a [H] < 0, d [H] float32.
-    pool [slots, H, P, N] (mutated: the state after the last token). fresh bool [S]: begin with zeros.
+    pool [slots, H, P, N] (mutated: the state after the last token; in track slots, the state of the position to be
+    kept). fresh bool [S]: begin with zeros.
     Returns y [T, H, P] float32.
     """
     x_rows, b_rows, c_rows, dt_rows = (_to_rows(value, plan) for value in (x, b, c, dt))  # [K, L, ...]
@@ -89,6 +108,7 @@ def ssd_prefill(
 
     before = _state_before_rows(xs, bs, decay, read_slots(pool, slots), fresh, plan)  # [K + S, H, P, N]
     write_slots(pool, slots, before[plan.rows :])
+    save_states(pool, ((slot, before[row]) for slot, row in plan.tracks))
     y = _within_rows(xs, bs, cs, decay)  # [K, H, L, P]
     y.addcmul_(_from_state(cs, before[: plan.rows]), torch.exp(decay.float()).unsqueeze(-1))
     packed = y.transpose(1, 2).reshape(plan.rows * plan.width, *x.shape[1:]).index_select(0, plan.tokens)

@@ -87,7 +87,7 @@ def test_conv_prefill(lengths: list[int], width: int) -> None:
         if is_fresh:
             pool[slot] = NAN
     before = pool.clone()
-    out = conv_prefill(x, pool, index_slots(slots, "cpu"), fresh, plan_conv(lengths, width, "cpu"), weight, bias)
+    out = conv_prefill(x, pool, index_slots(slots, "cpu"), fresh, plan_conv(lengths, width, [], "cpu"), weight, bias)
     for part, found, slot, is_fresh in zip(x.split(lengths), out.split(lengths), slots, fresh, strict=True):
         state = torch.zeros_like(before[slot]) if is_fresh else before[slot]
         expected, after = conv_ref(part, state, weight, bias)
@@ -150,7 +150,7 @@ def test_ssd_prefill(pieces: list[tuple[int, int]], heads: int, groups: int, dty
             pool[slot] = NAN
     before, inputs = pool.clone(), (x.clone(), dt.clone(), b.clone(), c.clone())
     y = ssd_prefill(
-        x, dt, a, b, c, d, pool, index_slots(slots, "cpu"), fresh, plan_chunks(starts, lengths, CHUNK, "cpu")
+        x, dt, a, b, c, d, pool, index_slots(slots, "cpu"), fresh, plan_chunks(starts, lengths, CHUNK, [], "cpu")
     )
     ends = list(itertools.accumulate(lengths))
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
@@ -167,12 +167,12 @@ def test_ssd_prefill(pieces: list[tuple[int, int]], heads: int, groups: int, dty
 
 def test_chunks_lie_on_the_grid_of_their_own_sequence() -> None:
     """A sequence's chunk rows are the same whatever is packed before it."""
-    plan = plan_chunks([0, 6, 3], [5, 7, 1], CHUNK, "cpu")
+    plan = plan_chunks([0, 6, 3], [5, 7, 1], CHUNK, [], "cpu")
     row_of = [place // plan.width for place in plan.tokens.tolist()]
     cells = [(0, t // CHUNK) for t in range(5)] + [(1, t // CHUNK) for t in range(6, 13)] + [(2, 0)]
     assert len(set(row_of)) == plan.rows == 2 + 3 + 1
     assert all((row_of[i] == row_of[j]) == (cells[i] == cells[j]) for i in range(13) for j in range(13))
-    assert plan.width == CHUNK and plan_chunks([0, 8], [3, 2], CHUNK, "cpu").width == 3
+    assert plan.width == CHUNK and plan_chunks([0, 8], [3, 2], CHUNK, [], "cpu").width == 3
 
 
 def test_ssd_prefill_keeps_its_precision_after_strong_decay() -> None:
@@ -181,7 +181,7 @@ def test_ssd_prefill_keeps_its_precision_after_strong_decay() -> None:
     dt[:128] *= 20
     dt[128:] *= 0.05
     pool = strided_pool(2, 4, 8)
-    y = ssd_prefill(x, dt, a, b, c, d, pool, slice(1, 2), torch.tensor([True]), plan_chunks([0], [256], 256, "cpu"))
+    y = ssd_prefill(x, dt, a, b, c, d, pool, slice(1, 2), torch.tensor([True]), plan_chunks([0], [256], 256, [], "cpu"))
     expected, after = ssd_sequential_ref(x, dt, a, b, c, d, torch.zeros(2, 4, 8))
     close(y, expected, 1e-5, 1e-5)
     close(pool[1], after, 1e-5, 1e-5)
