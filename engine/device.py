@@ -1,9 +1,9 @@
 """Runs planned steps in order: forward pass, then sampling. With overlap, on a thread of its own.
 
 A plan may contain a sequence whose newest token is still being sampled by the step before it. Such a row says so
-(`waits`), and gets the token here, where the step before it has ended: sampled tokens reach the next step without passing
-through the scheduler. Everything that a plan says of a sequence is fixed when it is made; nothing here reads or changes
-the scheduler's sequences.
+(`waits`), and gets the token here, where the step before it has ended: sampled tokens reach the next step without
+passing through the scheduler. Everything that a plan says of a sequence is fixed when it is made; nothing here reads or
+changes the scheduler's sequences.
 """
 
 from __future__ import annotations

@@ -4,17 +4,18 @@
     take_track_slot ──► a slot that one step writes ──► donate: prefix, pages and slot become the tree's
     release ──► own pages and slots are free, locks are gone
 
-A sequence reads the tree's pages and writes only its own. What it donates it goes on reading under a lock. Pages that the
-tree already had stay its own until it ends: a transfer or a step in flight may be reading them.
+A sequence reads the tree's pages and writes only its own. What it donates it goes on reading under a lock. Pages that
+the tree already had stay its own until it ends: a transfer or a step in flight may be reading them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.allocator import PageAllocator, SlotAllocator
-from engine.radix_cache import Match, RadixCache
+from engine.radix_cache import Lock, Match, RadixCache
 from engine.sequence import Checkpoint, Sequence
 
 
@@ -59,26 +60,36 @@ class SequenceMemory:
         """
         tokens = sequence.tokens(0, sequence.num_tokens)
         match = self._match(sequence, tokens, resume)
-        start = 0
+        start, lock = 0, None
         if match is not None:
             start = match.state_position if resume else match.num_kv_tokens
-            match.lock(state=resume)
+            lock = self._lock(match, resume)
         cached = start // self.page_size
         missing = self.pages_for(len(tokens)) - cached
         if not self.make_room(missing + spare_pages, 1):
-            if match is not None:
-                match.unlock()
+            self._unlock(lock)
             return False
         own = self.pages.allocate(missing, sequence.rid)
         sequence.page_table = [*(match.kv_pages[:cached] if match is not None else []), *own]
         sequence.own_pages = set(own)
         sequence.slot = self.slots.allocate(sequence.rid)
-        if match is not None:
-            sequence.locks.append(match)
+        if lock is not None:
+            sequence.locks.append(lock)
         if resume:
             self._resume(sequence, start, match)
         sequence.num_cached_pages = cached
         return True
+
+    def _lock(self, match: Match, resume: bool) -> Lock:
+        assert self.cache is not None
+        if resume:
+            return self.cache.lock(match.state_node, state=match.state_slot is not None)
+        return self.cache.lock(match.kv_node)
+
+    def _unlock(self, lock: Lock | None) -> None:
+        if lock is not None:
+            assert self.cache is not None
+            self.cache.unlock(lock)
 
     def _match(self, sequence: Sequence, tokens: list[int], resume: bool) -> Match | None:
         """The cached prefix. Prompt logprobs need their positions computed: the match ends before the first of them."""
@@ -105,11 +116,8 @@ class SequenceMemory:
             return False
         if short_pages > self.cache.num_evictable_pages or short_slots > self.cache.num_evictable_slots:
             return False
-        if short_pages > 0:
-            self.cache.evict_pages(short_pages)
-        short_slots = num_slots - self.slots.num_free
-        if short_slots > 0:
-            self.cache.evict_slots(short_slots)
+        self.cache.evict_pages(short_pages)
+        self.cache.evict_slots(num_slots - self.slots.num_free)
         return self.pages.num_free >= num_pages and self.slots.num_free >= num_slots
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -147,15 +155,17 @@ class SequenceMemory:
         table = sequence.page_table[: position // self.page_size]
         done = self.cache.insert(tokens, table, slot, extra_key=sequence.extra_key, ends_prompt=ends_prompt)
         sequence.own_pages -= set(table) - set(done.duplicate_pages)
-        if done.duplicate_slot:
-            self.slots.free(slot)
+        if done.duplicate_slot is not None:
+            self.slots.free(done.duplicate_slot)
         self.counters.checkpoints += 1
-        older = sequence.checkpoint
-        sequence.checkpoint = Checkpoint(position=position, handle=done.handle)
-        done.handle.lock(state=keep_state)
+        older, kept = sequence.checkpoint, done.node.slot
+        assert kept is not None
+        sequence.checkpoint = Checkpoint(
+            position=position, slot=kept, lock=self.cache.lock(done.node, state=keep_state)
+        )
         if older is not None:
-            older.handle.unlock()
-            self.cache.drop_state(older.handle)
+            self.cache.unlock(older.lock)
+            self.cache.drop_state(older.lock.node)
 
     def donate_final(self, sequence: Sequence) -> None:
         """The sequence has ended: its own state and everything it computed become the tree's."""
@@ -176,8 +186,8 @@ class SequenceMemory:
             self.slots.free(sequence.slot)
             sequence.slot = None
         for lock in sequence.locks:
-            lock.unlock()
+            self._unlock(lock)
         sequence.locks = []
         if sequence.checkpoint is not None:
-            sequence.checkpoint.handle.unlock()
+            self._unlock(sequence.checkpoint.lock)
             sequence.checkpoint = None

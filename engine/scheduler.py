@@ -10,10 +10,9 @@ A step is planned, launched and, when the device has run it, applied:
     plan k+1 ──► launch k+1 ──► (device runs k, then k+1) ──► apply k ──► plan k+2 …        with overlap
     plan k ──► launch k ──► apply k ──► plan k+1 …                                           without
 
-With overlap a step is planned before the tokens of the step before it are known. What follows from them (an end, a stop
-string, an abort) is seen one step late: the sequence's row in the step in flight runs for nothing, its token is dropped,
-and its memory comes back when that step has landed. Memory is only ever reused by later steps, which the device runs
-later.
+With overlap a step is planned before the tokens of the step before it are known. What follows from them (an end, a
+stop string, an abort) is seen one step late: the sequence's row in the step in flight runs for nothing, its token is
+dropped, and its memory comes back when that step has landed.
 
 One thread calls this; nothing else touches the sequences or their memory.
 """
@@ -34,7 +33,6 @@ from engine.memory import SequenceMemory
 from engine.sequence import Emission, Phase, Sequence
 from engine.stopping import StopChecker
 from engine.tracking import decode_due, prefill_target, target_in_piece
-
 
 PLACEHOLDER = 0
 
@@ -300,8 +298,10 @@ class Scheduler:
         return True
 
     def _give_up_latest(self) -> None:
+        """Retract the latest arrival, be it the only one: others may hold pages, a prompt or a room. One that needs
+        more pages than there are fails."""
         victim = max(self.running, key=lambda s: s.arrival_s)
-        if len(self.running) > 1:
+        if self.memory.pages_for(victim.num_computed_tokens + 1) <= self.memory.pages.num_usable:
             self.retract(victim)
             return
         self.remove(victim)
@@ -440,7 +440,5 @@ def _prompt_logprobs(chunk: Chunk) -> tuple[PromptLogprobs | None, int]:
     if low >= high:
         return None, 0
     count = chunk.end - low
-    wanted = PromptLogprobs(
-        token_ids=sequence.prompt_ids[low + 1 : high + 1], first_row=0, top_num=options.top_num
-    )
+    wanted = PromptLogprobs(token_ids=sequence.prompt_ids[low + 1 : high + 1], first_row=0, top_num=options.top_num)
     return wanted, count

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
+from engine.radix_cache import Lock
 
 
 class Phase(enum.Enum):
@@ -23,19 +23,16 @@ class Phase(enum.Enum):
     DONE = "done"
 
 
-class CacheLock(Protocol):
-    """A place in the radix cache that a sequence protects."""
-
-    def lock(self, *, state: bool) -> None: ...
-    def unlock(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The newest saved state of a sequence: after `position` tokens, at `handle` in the radix cache."""
+    """The newest saved state of a sequence, the radix cache's now: after `position` tokens, in `slot`.
+
+    lock protects the pages up to there, and where `keep_state` was asked the state as well.
+    """
 
     position: int
-    handle: CacheLock
+    slot: int
+    lock: Lock
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,7 +59,7 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     page_table: list[int] = field(default_factory=list)
     own_pages: set[int] = field(default_factory=set)
-    locks: list[CacheLock] = field(default_factory=list)
+    locks: list[Lock] = field(default_factory=list)
     checkpoint: Checkpoint | None = None
     slot: int | None = None
     extra_key: str | None = None
