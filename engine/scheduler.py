@@ -264,7 +264,7 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda s: s.arrival_s):
             while sequence.phase is Phase.RUNNING and not self._grow(sequence):
                 victim = max(self.running, key=lambda s: s.arrival_s)
-                if len(self.running) == 1:
+                if self.pages_for(victim.num_computed_tokens + 1) > self.pages.num_usable:
                     self.remove(victim)
                     failures.append((victim, CapacityError("the answer outgrew every page of this rank")))
                 else:
