@@ -51,19 +51,25 @@ class SequenceMemory:
 
     # -- entering --------------------------------------------------------------------------------
 
-    def acquire(self, sequence: Sequence, *, resume: bool, spare_pages: int) -> bool:
+    def resume_position(self, sequence: Sequence) -> int:
+        """From which position the sequence could be resumed now; 0 when from none."""
+        tokens = sequence.tokens(0, sequence.num_tokens)
+        match = self._match(sequence, tokens, resume=True, count=False)
+        return 0 if match is None else match.state_position
+
+    def acquire(self, sequence: Sequence, *, resume: bool, keep_state: bool, spare_pages: int) -> bool:
         """Give a sequence the pages of all its tokens and a slot. False, and nothing changed, when they are not there.
 
-        resume: begin from the deepest saved state (num_computed_tokens says where); otherwise another rank computes
-        the state, and only KV that is here already is used (num_cached_pages says how much). spare_pages: how many
-        must be left over.
+        resume: begin from the deepest saved state, which `checkpoint` then names (num_computed_tokens: its position);
+        otherwise another rank computes the state, and only KV that is here already is used (num_cached_pages says how
+        much). keep_state: see `donate`. spare_pages: how many must be left over.
         """
         tokens = sequence.tokens(0, sequence.num_tokens)
-        match = self._match(sequence, tokens, resume)
+        match = self._match(sequence, tokens, resume, count=True)
         start, lock = 0, None
         if match is not None:
             start = match.state_position if resume else match.num_kv_tokens
-            lock = self._lock(match, resume)
+            lock = self._lock(match, resume, keep_state)
         cached = start // self.page_size
         missing = self.pages_for(len(tokens)) - cached
         if not self.make_room(missing + spare_pages, 1):
@@ -73,17 +79,17 @@ class SequenceMemory:
         sequence.page_table = [*(match.kv_pages[:cached] if match is not None else []), *own]
         sequence.own_pages = set(own)
         sequence.slot = self.slots.allocate(sequence.rid)
-        if lock is not None:
-            sequence.locks.append(lock)
-        if resume:
-            self._resume(sequence, start, match)
         sequence.num_cached_pages = cached
+        if resume:
+            self._resume(sequence, match, lock)
+        elif lock is not None:
+            sequence.locks.append(lock)
         return True
 
-    def _lock(self, match: Match, resume: bool) -> Lock:
+    def _lock(self, match: Match, resume: bool, keep_state: bool) -> Lock:
         assert self.cache is not None
         if resume:
-            return self.cache.lock(match.state_node, state=match.state_slot is not None)
+            return self.cache.lock(match.state_node, state=keep_state and match.state_slot is not None)
         return self.cache.lock(match.kv_node)
 
     def _unlock(self, lock: Lock | None) -> None:
@@ -91,21 +97,24 @@ class SequenceMemory:
             assert self.cache is not None
             self.cache.unlock(lock)
 
-    def _match(self, sequence: Sequence, tokens: list[int], resume: bool) -> Match | None:
+    def _match(self, sequence: Sequence, tokens: list[int], resume: bool, *, count: bool) -> Match | None:
         """The cached prefix. Prompt logprobs need their positions computed: the match ends before the first of them."""
         if self.cache is None:
             return None
         first = sequence.first_logits_wanted
         if resume and first is not None and not sequence.knows_prompt_logprobs:
             tokens = tokens[: first + 1]
-        return self.cache.match(tokens, extra_key=sequence.extra_key)
+        return self.cache.match(tokens, extra_key=sequence.extra_key, count=count)
 
-    def _resume(self, sequence: Sequence, start: int, match: Match | None) -> None:
-        sequence.num_computed_tokens = start
+    def _resume(self, sequence: Sequence, match: Match | None, lock: Lock | None) -> None:
+        sequence.num_computed_tokens = 0 if match is None else match.state_position
         sequence.branch_position = 0 if match is None else match.branch_position
-        if start:
-            assert sequence.slot is not None and match is not None and match.state_slot is not None
-            self._copy_slots([match.state_slot], [sequence.slot])
+        if match is None or lock is None or match.state_slot is None:
+            self._unlock(lock)
+            return
+        assert sequence.slot is not None
+        self._copy_slots([match.state_slot], [sequence.slot])
+        sequence.checkpoint = Checkpoint(position=match.state_position, slot=match.state_slot, lock=lock)
 
     def make_room(self, num_pages: int, num_slots: int) -> bool:
         """Evict from the cache until so many are free. False when that is not possible; nothing is evicted then."""
@@ -131,6 +140,11 @@ class SequenceMemory:
         sequence.page_table.extend(taken)
         sequence.own_pages.update(taken)
         return True
+
+    def flush(self) -> None:
+        """Drop every cached prefix that nobody uses."""
+        if self.cache is not None:
+            self.cache.flush()
 
     # -- saved states ----------------------------------------------------------------------------
 

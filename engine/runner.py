@@ -66,6 +66,11 @@ class ModelRunner:
         """
         return self._model.forward(build_batch(rows, page_size=self.pools.page_size, device=self._device))
 
+    @torch.inference_mode()
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy conv and SSM state of all layers, sources[i] to targets[i]."""
+        self.pools.copy_slots(sources, targets)
+
 
 def _torch_dtype(dtype: DType) -> torch.dtype:
     match dtype:

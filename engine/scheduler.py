@@ -226,7 +226,7 @@ class Scheduler:
         to grow into, so that what was retracted does not come back only to be retracted again."""
         while self.waiting and self.num_active() < self.limits.max_running:
             sequence = self.waiting[0]
-            if not self.memory.acquire(sequence, resume=True, spare_pages=len(self.running)):
+            if not self._acquire(sequence):
                 return
             self.waiting.popleft()
             start, end = sequence.num_computed_tokens, sequence.num_tokens
@@ -236,6 +236,10 @@ class Scheduler:
             sequence.phase = Phase.PREFILL
             sequence.prefill_start_s = sequence.prefill_start_s or time.monotonic()
             self.prefilling.append(sequence)
+
+    def _acquire(self, sequence: Sequence) -> bool:
+        keep, spare = self.hold_after_prefill, len(self.running)
+        return self.memory.acquire(sequence, resume=True, keep_state=keep, spare_pages=spare)
 
     def _target(self, start: int, end: int, branch: int) -> int | None:
         if not self.limits.tracks_prefill:

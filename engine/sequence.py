@@ -69,6 +69,7 @@ class Sequence:
     branch_position: int = 0
     track_target: int | None = None
     num_cached_pages: int = 0
+    num_local_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -122,9 +122,11 @@ class PrefillRole:
             self._fail(room, error)
 
     def _send_pages(self, chunk: Chunk) -> None:
-        """Post the pages that this chunk filled. Every chunk but the last ends on a page, so none is sent twice."""
+        """Post the pages that this chunk filled, before the first one those that the cache had. Every chunk but the
+        last ends on a page, so none is sent twice."""
         page_size = self.host.scheduler.limits.page_size
-        first, end = chunk.start // page_size, math.ceil(chunk.end / page_size)
+        is_first = chunk.start == chunk.sequence.num_cached_tokens
+        first, end = 0 if is_first else chunk.start // page_size, math.ceil(chunk.end / page_size)
         room = self.by_rid[chunk.sequence.rid]
         self.transfer.send_pages(room.room, first, chunk.sequence.page_table[first:end])
 
@@ -133,7 +135,8 @@ class PrefillRole:
         room = self.by_rid[sequence.rid]
         room.token = emission.token
         assert sequence.slot is not None
-        self.transfer.send_state(room.room, sequence.slot, None)
+        saved = sequence.checkpoint
+        self.transfer.send_state(room.room, sequence.slot, saved.slot if saved else None)
         self.transfer.commit(
             room.room,
             HandoffMetadata(
@@ -141,7 +144,7 @@ class PrefillRole:
                 rid=sequence.rid,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_cached_tokens=sequence.num_cached_tokens,
-                tracked_position=-1,
+                tracked_position=saved.position if saved else -1,
                 first_token=emission.token or NO_TOKEN,
                 sampling_seed=sequence.sampling.sampling_seed,
                 queue_s=sequence.queue_s,
