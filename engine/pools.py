@@ -86,12 +86,12 @@ class StatePools:
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy conv and SSM state of all layers from each source to its target, in one go and without a buffer.
 
-        Targets are distinct and none is a source.
+        Targets are distinct and none is a source; there may be none.
         """
         assert len(sources) == len(targets) == len(set(targets)), "each target has one source"
         assert not {*sources} & {*targets}, "no target is a source"
         assert 0 not in sources and 0 not in targets, "slot 0 belongs to nobody"
-        for pool in (self.conv, self.ssm):
+        for pool in (self.conv, self.ssm) if targets else ():
             torch._foreach_copy_([pool[target] for target in targets], [pool[source] for source in sources])
 
     def slot_state(self, slot: int) -> tuple[Tensor, Tensor]:

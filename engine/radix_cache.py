@@ -217,10 +217,9 @@ class RadixCache:
         """Free a request's older checkpoint, now that it donated a newer one. False when it stays or was gone before.
 
         It stays while it is locked, when it ends a prompt, when another request saved or resumed there, and when the
-        paths of several requests part there.
+        paths of several requests part below it before the next state: it is then the deepest that they share.
         """
-        shared = node.num_state_uses > 1 or len(node.children) > 1
-        if node.slot is None or node.state_locks or node.ends_prompt or shared:
+        if node.slot is None or node.state_locks or node.ends_prompt or self._is_shared(node):
             return False
         self._free_state(node)
         return True
@@ -385,6 +384,15 @@ class RadixCache:
             self._idle_states[node] = None
         self._use_state(node)
         return slot if duplicate else None
+
+    def _is_shared(self, node: Node) -> bool:
+        if node.num_state_uses > 1:
+            return True
+        while len(node.children) == 1:
+            (node,) = node.children.values()
+            if node.slot is not None:
+                return False
+        return bool(node.children)
 
     def _free_state(self, node: Node) -> None:
         assert node.slot is not None and not node.state_locks

@@ -86,6 +86,25 @@ class TestPages:
             allocator.free([1])
         assert allocator.owned() == {"a": [2]}
 
+    def test_transfer_changes_the_owner_and_nothing_else(self) -> None:
+        allocator = PageAllocator(9)
+        allocator.allocate(3, "a")
+        allocator.allocate(2, "b")
+        allocator.transfer([5, 2], "c")
+        assert allocator.owned() == {"a": [1, 3], "b": [4], "c": [2, 5]}
+        assert allocator.num_free == 3
+        allocator.check_integrity()
+        allocator.free([2, 5, 1])
+        assert allocator.owned() == {"a": [3], "b": [4]}
+
+    def test_wrong_transfers_change_nothing(self) -> None:
+        allocator = PageAllocator(9)
+        allocator.allocate(3, "a")
+        for pages, why in [([1, 0], "reserved"), ([1, 4], "without an owner"), ([1, 1], "twice")]:
+            with pytest.raises(AssertionError, match=why):
+                allocator.transfer(pages, "b")
+        assert allocator.owned() == {"a": [1, 2, 3]}
+
     @pytest.mark.parametrize("seed", range(5))
     def test_random_life(self, seed: int) -> None:
         """Against a model that is a dictionary of lists."""
@@ -171,6 +190,18 @@ class TestSlots:
         allocator.free(1)
         with pytest.raises(AssertionError, match="without an owner"):
             allocator.free(1)
+        allocator.check_integrity()
+
+    def test_transfer_begins_a_generation(self) -> None:
+        allocator = SlotAllocator(3)
+        slot = allocator.allocate("a")
+        allocator.transfer(slot, "b")
+        assert allocator.owned() == {"b": [slot]} and allocator.num_free == 1
+        assert allocator.generation(slot) == 2
+        for wrong in (0, 2, 3):
+            with pytest.raises(AssertionError, match=r"reserved|without an owner"):
+                allocator.transfer(wrong, "b")
+        assert [allocator.generation(slot) for slot in range(3)] == [0, 2, 0]
         allocator.check_integrity()
 
     @pytest.mark.parametrize("seed", range(3))

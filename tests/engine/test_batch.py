@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from engine.batch import DecodePart, ForwardBatch, PrefillPart, Row, build_batch
-from engine.ops.attention import DecodeSpan, PrefillSpan
+from engine.batch import Row, Track, build_batch
+from engine.nemotron_h import Step
+from engine.ops.conv import plan_conv
+from engine.ops.ssd import plan_chunks
+from engine.tracking import Boundary
 
 PAGE = 4
 
 
-@pytest.mark.parametrize("cls", [Row, ForwardBatch, DecodePart, PrefillPart, DecodeSpan, PrefillSpan])
+def metadata_types(*roots: typing.Any) -> Iterator[type]:
+    """The dataclasses that the annotations of the roots lead to, these included."""
+    for root in roots:
+        if isinstance(root, type) and dataclasses.is_dataclass(root):
+            yield root
+            yield from metadata_types(*typing.get_type_hints(root).values())
+        yield from metadata_types(*typing.get_args(root))
+
+
+METADATA = sorted(set(metadata_types(Row, Step)), key=lambda cls: cls.__name__)
+
+
+def test_every_type_between_rows_and_kernels_is_looked_at() -> None:
+    names = "Boundary ChunkPlan ConvPlan DecodePart DecodeSpan ForwardBatch PrefillPart PrefillSpan Row Step Track"
+    assert [cls.__name__ for cls in METADATA] == names.split()
+
+
+@pytest.mark.parametrize("cls", METADATA)
 def test_no_field_has_a_default(cls: type) -> None:
     """A field that a constructor forgets must fail, not silently be off."""
     assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
@@ -28,6 +50,69 @@ ROWS = [
     Row([40], 3, [8], 7, 1, None),
     Row([50], 0, [10], 1, 1, None),
 ]
+
+
+# Decode and prefill rows that make every optional field of every type necessary.
+EVERYTHING = [
+    Row([1] * 9, 4, [1, 2, 3, 4], 6, 1, Track(8, 20)),
+    Row([2], 9, [5, 6, 7], 2, 1, Track(10, 3)),
+    Row([3] * 4, 4, [8, 9], 9, 0, None),
+    Row([4], 3, [10], 12, 1, None),
+    Row([5] * 8, 8, [11, 12, 13, 14], 4, 2, Track(16, 5)),
+    Row([6], 7, [15, 16], 10, 1, Track(8, 1)),
+]
+
+
+def unset(value: object, path: str) -> list[str]:
+    """Paths of fields, at any depth, that hold nothing."""
+    if dataclasses.is_dataclass(value):
+        fields = [(getattr(value, field.name), f"{path}.{field.name}") for field in dataclasses.fields(value)]
+        return [found for inner, inner_path in fields for found in unset(inner, inner_path)]
+    if isinstance(value, tuple) and value:
+        return [found for index, inner in enumerate(value) for found in unset(inner, f"{path}[{index}]")]
+    return [path] if value is None or value == () else []
+
+
+def test_every_field_is_set_when_there_is_something_to_say() -> None:
+    batch = build_batch(EVERYTHING, page_size=PAGE, device="cpu")
+    part = batch.prefill
+    assert part is not None
+    step = Step(
+        batch=batch,
+        conv_plan=plan_conv(part.lengths, 4, part.tracks, "cpu"),
+        chunk_plan=plan_chunks(part.starts, part.lengths, 8, part.tracks, "cpu"),
+    )
+    assert unset(step, "step") == []
+
+
+def test_tracks_follow_their_rows() -> None:
+    batch = build_batch(EVERYTHING, page_size=PAGE, device="cpu")
+    assert batch.decode is not None and batch.prefill is not None
+    assert batch.decode.tracks == ((2, 3), (10, 1))
+    assert batch.prefill.tracks == (Boundary(0, 4, 20), Boundary(2, 8, 5))
+    without = [dataclasses.replace(row, track=None) for row in EVERYTHING]
+    bare = build_batch(without, page_size=PAGE, device="cpu")
+    assert bare.decode is not None and bare.prefill is not None
+    assert bare.decode.tracks == () and bare.prefill.tracks == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "track"),
+    [(0, Track(4, 20)), (0, Track(14, 20)), (0, Track(8, 0)), (1, Track(9, 3)), (1, Track(11, 3)), (4, Track(0, 5))],
+)
+def test_a_step_saves_only_states_that_it_passes(row: int, track: Track) -> None:
+    rows = list(EVERYTHING)
+    rows[row] = dataclasses.replace(rows[row], track=track)
+    with pytest.raises(AssertionError, match=r"does not reach|nobody"):
+        build_batch(rows, page_size=PAGE, device="cpu")
+
+
+@pytest.mark.parametrize("slot", [6, 2, 9, 12, 4, 10, 3, 5, 1])
+def test_a_track_slot_is_nobody_elses(slot: int) -> None:
+    """Not its own row's slot, not another row's, not another track slot."""
+    rows = [dataclasses.replace(EVERYTHING[0], track=Track(8, slot)), *EVERYTHING[1:]]
+    with pytest.raises(AssertionError, match="one row"):
+        build_batch(rows, page_size=PAGE, device="cpu")
 
 
 def test_decode_rows_come_first_by_slot_then_the_others_as_given() -> None:

@@ -14,8 +14,9 @@ from engine.ops.attention import attend_decode, attend_prefill, attention_ref, w
 from engine.ops.conv import conv_prefill, conv_ref, conv_step, plan_conv
 from engine.ops.linear import Projection, projection_ref
 from engine.ops.norm import gated_rms_norm, gated_rms_norm_ref, rms_norm, rms_norm_ref
-from engine.ops.slots import index_slots, read_slots, write_slots
+from engine.ops.slots import index_slots, read_slots, save_states, write_slots
 from engine.ops.ssd import plan_chunks, ssd_prefill, ssd_sequential_ref, ssd_step
+from engine.tracking import Boundary
 
 SLOTS = 9
 NAN = float("nan")
@@ -71,6 +72,14 @@ def test_slots_in_a_run_are_a_view() -> None:
         assert torch.equal(pool[torch.tensor(slots)], items + 1 if isinstance(index, Tensor) else items)
 
 
+def test_states_are_saved_where_they_belong_and_nowhere_else() -> None:
+    pool = strided_pool(2, dtype=torch.bfloat16)
+    before, items = pool.clone(), torch.randn(3, 2)
+    save_states(pool, [(4, items[2]), (7, items[0])])
+    before[4], before[7] = items[2].bfloat16(), items[0].bfloat16()
+    assert torch.equal(pool, before)
+
+
 LENGTHS = [[1], [2], [7], [1, 1], [3, 1, 2], [2, 9, 1, 4], [4, 4, 4], [1, 2, 3, 4, 5]]
 
 
@@ -95,6 +104,32 @@ def test_conv_prefill(lengths: list[int], width: int) -> None:
         close(pool[slot], after)
     untouched = [slot for slot in range(SLOTS) if slot not in slots]
     assert torch.equal(pool[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_conv_prefill_saves_the_window_before_any_token(lengths: list[int], width: int, dtype: torch.dtype) -> None:
+    """Each round saves another offset of every second sequence; the windows may lie in the slot, partly or wholly."""
+    channels, slots = 6, [7, 2, 5, 1, 4][: len(lengths)]
+    weight, x = torch.randn(width, channels).to(dtype), torch.randn(sum(lengths), channels).to(dtype)
+    fresh = torch.tensor([i % 2 == 1 for i in range(len(lengths))])
+    original = strided_pool(channels, width - 1, dtype=dtype)
+    plain = original.clone()
+    index = index_slots(slots, "cpu")
+    out = conv_prefill(x, plain, index, fresh, plan_conv(lengths, width, [], "cpu"), weight, None)
+    for shift, first in itertools.product(range(max(lengths)), range(min(2, len(lengths)))):
+        tracks = [
+            Boundary(s, 1 + (s + shift) % lengths[s], slot)
+            for s, slot in zip(range(first, len(lengths), 2), (6, 3, 8), strict=False)
+        ]
+        pool, expected = original.clone(), plain.clone()
+        for track in tracks:
+            part = x.split(lengths)[track.sequence][: track.offset]
+            state = original[slots[track.sequence]] * (0 if fresh[track.sequence] else 1)
+            expected[track.slot] = conv_ref(part, state, weight, None)[1]
+        found = conv_prefill(x, pool, index, fresh, plan_conv(lengths, width, tracks, "cpu"), weight, None)
+        assert torch.equal(found, out) and torch.equal(pool, expected)
 
 
 @pytest.mark.parametrize("slots", [[3], [2, 3, 4], [6, 1, 4]])
@@ -163,6 +198,48 @@ def test_ssd_prefill(pieces: list[tuple[int, int]], heads: int, groups: int, dty
     untouched = [slot for slot in range(SLOTS) if slot not in slots]
     assert torch.equal(pool[untouched], before[untouched])
     assert all(torch.equal(now, then) for now, then in zip((x, dt, b, c), inputs, strict=True))
+
+
+@pytest.mark.parametrize("pieces", [*PIECES, [(3, 1), (0, 8), (4, 9), (2, 2), (1, 11)]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ssd_prefill_saves_the_state_between_any_two_chunks(pieces: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    """Each round saves another position of the sequences; the rest is bit for bit what it is without."""
+    heads, groups, dim, size = 4, 2, 3, 5
+    starts, lengths = [start for start, _ in pieces], [length for _, length in pieces]
+    x, dt, a, b, c, d = scan_inputs(sum(lengths), heads, dim, groups, size)
+    original, slots = strided_pool(heads, dim, size, dtype=dtype), [7, 2, 5, 1, 4][: len(pieces)]
+    fresh, index = torch.tensor([start == 0 for start in starts]), index_slots(slots, "cpu")
+
+    def run(tracks: list[Boundary]) -> tuple[Tensor, Tensor]:
+        pool, plan = original.clone(), plan_chunks(starts, lengths, CHUNK, tracks, "cpu")
+        return ssd_prefill(x, dt, a, b, c, d, pool, index, fresh, plan), pool
+
+    y, plain = run([])
+    spots = [[at for at in range(1, length + 1) if (start + at) % CHUNK == 0] for start, length in pieces]
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    for shift in range(max(len(found) for found in spots)):
+        wanted = [(s, found[(s + shift) % len(found)]) for s, found in enumerate(spots) if found and (s + shift) % 3]
+        tracks = [Boundary(s, offset, slot) for (s, offset), slot in zip(wanted, (8, 3, 6, 0), strict=False)]
+        found, pool = run(tracks)
+        kept = [slot for slot in range(SLOTS) if slot not in {track.slot for track in tracks}]
+        assert torch.equal(found, y) and torch.equal(pool[kept], plain[kept])
+        for s, offset, slot in ((track.sequence, track.offset, track.slot) for track in tracks):
+            part = slice(sum(lengths[:s]), sum(lengths[:s]) + offset)
+            state = original[slots[s]] * (0 if fresh[s] else 1)
+            close(
+                pool[slot],
+                ssd_sequential_ref(x[part], dt[part], a, b[part], c[part], d, state)[1],
+                tolerance,
+                tolerance,
+            )
+            assert offset < lengths[s] or torch.equal(pool[slot], pool[slots[s]])
+
+
+def test_only_states_on_the_grid_can_be_saved() -> None:
+    for offset in (1, 2, 4, 5):
+        with pytest.raises(AssertionError, match="not known"):
+            plan_chunks([5], [5], CHUNK, [Boundary(0, offset, 3)], "cpu")
+    assert plan_chunks([5], [5], CHUNK, [Boundary(0, 3, 3)], "cpu").tracks == ((3, 1),)
 
 
 def test_chunks_lie_on_the_grid_of_their_own_sequence() -> None:

@@ -25,11 +25,12 @@ def make(
     dtype: torch.dtype = torch.float32,
     ssm_dtype: torch.dtype = torch.float32,
     allocate: Callable[[int], Tensor] | None = None,
+    num_slots: int = 4,
 ) -> StatePools:
     return StatePools(
         config,
         num_pages=5,
-        num_slots=4,
+        num_slots=num_slots,
         page_size=3,
         dtype=dtype,
         ssm_dtype=ssm_dtype,
@@ -127,6 +128,30 @@ def test_copy_slot_copies_all_layers_and_nothing_else(config: HybridConfig) -> N
         assert all(torch.equal(now, then) for now, then in zip(pools.slot_state(slot), before[source], strict=True))
     with pytest.raises(AssertionError):
         pools.copy_slot(1, 0)
+
+
+@pytest.mark.parametrize(("sources", "targets"), [([1], [3]), ([1, 2], [5, 4]), ([6, 6, 2], [3, 1, 4]), ([], [])])
+@pytest.mark.parametrize("ssm_dtype", [torch.float32, torch.bfloat16])
+def test_copy_slots_copies_each_and_nothing_else(
+    config: HybridConfig, sources: list[int], targets: list[int], ssm_dtype: torch.dtype
+) -> None:
+    pools = make(config, ssm_dtype=ssm_dtype, num_slots=7)
+    for pool in (pools.conv, pools.ssm):
+        pool.copy_(torch.randn(pool.shape))
+    origin = dict(zip(targets, sources, strict=True))
+    before = [pools.slot_state(slot) for slot in range(7)]
+    pools.copy_slots(sources, targets)
+    for slot in range(7):
+        expected = before[origin.get(slot, slot)]
+        assert all(torch.equal(now, then) for now, then in zip(pools.slot_state(slot), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets"), [([0], [1]), ([1], [0]), ([1, 2], [3]), ([1, 2], [3, 3]), ([1], [1]), ([1, 2], [3, 1])]
+)
+def test_copies_that_would_depend_on_their_order(config: HybridConfig, sources: list[int], targets: list[int]) -> None:
+    with pytest.raises(AssertionError):
+        make(config).copy_slots(sources, targets)
 
 
 def test_poison_touches_only_what_it_names(config: HybridConfig) -> None:
