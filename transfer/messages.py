@@ -10,7 +10,7 @@ Lookup           ─>                    bootstrap endpoint only
                  <─ Ranks
 Open             ─>                    rank only: one connection for all rooms of a pair of ranks
                  <─ Opened             both legs are here; writes may land from Open on
-                 <─ Landed             these pages are in place (any number of times)
+                 <─ Landed             this is in place (any number of times)
                  <─ Commit | Failed    Commit: every byte is in place
 Accepted | Abort ─>                    Accepted: every digest was right
                  <─ Drained            after Failed or Abort: nothing more will be written
@@ -98,11 +98,16 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Landed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The KV of prompt pages up to num_pages is in place and will not be written again; decode may hash it now."""
+    """What is in place and will not be written again; decode may hash it now. num_pages: KV of so many prompt pages.
+
+    state: the final conv and SSM state. track: the track slot came with it.
+    """
 
     room: int
     lease: int
     num_pages: int
+    state: bool
+    track: bool
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):

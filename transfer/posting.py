@@ -10,7 +10,7 @@ from common.errors import TransferError
 from common.handoff import HandoffMetadata
 from common.layout import PoolPlacement, StateLayout
 from transfer.digest import METADATA, PagesDigest, StateReader, metadata_digest, slot_digests
-from transfer.messages import Commit, Open
+from transfer.messages import Commit, Landed, Open
 from transfer.plan import KV, plan_pages, plan_slot
 from transfer.transport import Block
 
@@ -37,7 +37,7 @@ Job = Pages | State | Finish
 class Posting:
     """mine, theirs: where the pools lie here and at decode. reader: None when verify is off.
 
-    `add` belongs to the worker and `hash` to the hashing thread; `commit` comes after both have ended.
+    For each job: `add`, write, `hash`; then `commit`. Belongs to the worker.
     """
 
     def __init__(
@@ -53,11 +53,12 @@ class Posting:
         self._reader, self._verify = reader, verify
         self._pages_digest = PagesDigest(reader, verify) if reader is not None else None
         self._digests: dict[str, bytes] = {}
+        self._unhashed: list[Pages | State] = []
         self.next_page = offer.num_cached_pages
         self.bytes_by_part: dict[str, int] = {}
 
-    def add(self, job: Pages | State) -> tuple[list[Block], Pages | State | None]:
-        """The blocks to write for a job, and what of it `hash` must read. Raises TransferError: too many pages."""
+    def add(self, job: Pages | State) -> list[Block]:
+        """The blocks to write for a job. Raises TransferError: too many pages."""
         match job:
             case Pages():
                 job = self._without_cached(job)
@@ -67,11 +68,25 @@ class Posting:
                 blocks = self._plan_state(job)
         for block in blocks:
             self.bytes_by_part[block.part] = self.bytes_by_part.get(block.part, 0) + block.nbytes
-        return blocks, job if self._reader is not None else None
+        self._unhashed.append(job)
+        return blocks
 
-    def hash(self, jobs: Sequence[Pages | State]) -> None:
-        """Take the digests of what the jobs name, in the order of the prompt; nothing of it may change meanwhile."""
-        assert self._reader is not None and self._pages_digest is not None
+    def landed(self) -> Landed:
+        """What was added and is written by now, for decode to hash while `hash` does the same here."""
+        states = [job for job in self._unhashed if isinstance(job, State)]
+        return Landed(
+            room=self._offer.room,
+            lease=self._offer.lease,
+            num_pages=self.next_page,
+            state=bool(states),
+            track=any(job.track_slot is not None for job in states),
+        )
+
+    def hash(self) -> None:
+        """Take the digests of what was added since the last time, in the order of the prompt."""
+        jobs, self._unhashed = self._unhashed, []
+        if self._reader is None or self._pages_digest is None:
+            return
         for job in jobs:
             match job:
                 case Pages():

@@ -30,7 +30,7 @@ from common.config import TransferConfig, Verify
 from common.errors import AbortedError, RequestError, ServingError, TransferError, WorkerError, from_record
 from common.handoff import HandoffMetadata, RoomAddress
 from common.layout import PoolPlacement, StateLayout
-from transfer.digest import METADATA, IncomingPages, StateReader, metadata_digest, slot_digests
+from transfer.digest import Incoming, StateReader
 from transfer.events import Committed, DecodeEvent, EventQueue, Released, RoomFailed
 from transfer.handshake import brief, read_key
 from transfer.lease import Lease, LeaseState
@@ -52,7 +52,7 @@ from transfer.messages import (
     Pong,
     Ranks,
 )
-from transfer.plan import KV, TRACK
+from transfer.plan import TRACK
 from transfer.rendezvous import look_up
 from transfer.server import dial
 from transfer.transport import Transport
@@ -143,7 +143,9 @@ class DecodeTransfer:
                 )
             lease = Lease(address, message, time.monotonic() + self._config.bootstrap_timeout_s)
             if self._reader is not None:
-                lease.incoming = IncomingPages(self._reader, self._config.verify, message.pages, num_cached_pages)
+                lease.incoming = Incoming(
+                    self._reader, self._config.verify, message.pages, num_cached_pages, slot, track_slot
+                )
             self._leases[address.room] = lease
         self._thread.call(self._spawn_placing, lease)
 
@@ -349,12 +351,14 @@ class DecodeTransfer:
                 self._release(lease)
 
     def _landed(self, link: Link, message: Landed) -> None:
-        """Use the time until the commit."""
+        """Hash while the sender does."""
         with self._lock:
             lease = self._lease_of(link, message)
             if lease is None or not lease.live or lease.incoming is None:
                 return
-        lease.incoming.advance(message.num_pages)
+        lease.incoming.pages_landed(message.num_pages)
+        if message.state:
+            lease.incoming.state_landed(message.track)
 
     def _commit(self, link: Link, message: Commit) -> None:
         """Every byte is in place: check them, then give the lease back as a success."""
@@ -386,12 +390,8 @@ class DecodeTransfer:
         cached, filled = lease.open.num_cached_pages, message.num_pages
         if not cached <= filled <= len(lease.open.pages):
             raise TransferError(f"room {lease.room}: {filled} pages were committed", code="bad_metadata")
-        if self._reader is not None and lease.incoming is not None:
-            track = lease.open.track_slot if TRACK in message.digests else None
-            lease.incoming.advance(filled)
-            found = slot_digests(self._reader, lease.open.slot, track, self._config.verify)
-            found[KV] = lease.incoming.digest()
-            found[METADATA] = metadata_digest(message.metadata, self._config.verify)
+        if lease.incoming is not None:
+            found = lease.incoming.digests(filled, TRACK in message.digests, message.metadata)
             wrong = sorted(part for part in found | message.digests if found.get(part) != message.digests.get(part))
             if wrong:
                 self._mismatches.update(wrong)

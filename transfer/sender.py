@@ -5,9 +5,9 @@
     Open  ──┘
     anything wrong, at any time: RoomFailed at once, Released when no write is in flight (then decode hears Drained)
 
-Threads: the scheduler calls; a loop thread talks to decode ranks; one worker per decode rank posts its writes, so that
-a stuck peer holds up nobody else; one thread takes digests while the writes run. A lock guards the rooms; nobody waits
-while holding it. What the scheduler sends before decode has opened the room is kept until it has.
+Threads: the scheduler calls; a loop thread talks to decode ranks; one worker per decode rank writes and hashes, so that
+a stuck peer holds up nobody else. A lock guards the rooms; nobody waits while holding it. What the scheduler sends
+before decode has opened the room is kept until it has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +42,6 @@ from transfer.messages import (
     Drained,
     Failed,
     Hello,
-    Landed,
     Message,
     Open,
     Opened,
@@ -124,7 +122,6 @@ class PrefillTransfer:
         self._bytes: Counter[str] = Counter()
         key = read_key(config.cluster_key_file)
         self._server = FrameServer(config.host, port, key, self._hello, config.bootstrap_timeout_s, self._serve)
-        self._hasher = ThreadPoolExecutor(1, "transfer-hash")
         self._thread = LoopThread("transfer-prefill")
         try:
             self._thread.run(self._server.start(), config.bootstrap_timeout_s)
@@ -198,7 +195,6 @@ class PrefillTransfer:
             time.sleep(0.005)
         self._thread.run(self._server.close(), self._config.transfer_timeout_s)
         self._thread.stop()
-        self._hasher.shutdown()
 
     # Rooms. All of these need the lock.
 
@@ -460,35 +456,21 @@ class PrefillTransfer:
                 self._settle(entry)
 
     def _write(self, entry: _Room, jobs: Sequence[Job]) -> None:
-        """Write and hash at the same time; then say what has landed, or commit."""
-        assert entry.posting is not None and entry.peer is not None
-        finish = jobs[-1] if isinstance(jobs[-1], Finish) else None
-        added = [entry.posting.add(job) for job in jobs if not isinstance(job, Finish)]
-        hashed = [job for _, job in added if job is not None]
-        hashing = self._hasher.submit(entry.posting.hash, hashed) if hashed else None
-        try:
-            self._write_blocks(entry, entry.peer, [block for blocks, _ in added for block in blocks])
-        finally:
-            if hashing is not None:
-                hashing.result()
-        if finish is None:
-            self._tell_landed(entry, entry.posting)
-        else:
-            self._send_commit(entry, entry.posting, finish.metadata)
-
-    def _write_blocks(self, entry: _Room, peer: _Peer, blocks: Sequence[Block]) -> None:
+        """Write, say what has landed, hash while decode does the same, and commit if that was all."""
+        posting, peer = entry.posting, entry.peer
+        assert posting is not None and peer is not None
+        blocks = [block for job in jobs if not isinstance(job, Finish) for block in posting.add(job)]
         for batch in batches(blocks, MAX_WRITE_BYTES):
             if entry.failed:
                 return
             entry.unsure = True
             self._transport.write(peer.link.peer.session, batch, entry.nth)
             entry.unsure = False
-
-    def _tell_landed(self, entry: _Room, posting: Posting) -> None:
-        with self._lock:
-            if entry.open is not None and entry.peer is not None and not entry.failed:
-                landed = Landed(room=entry.room, lease=entry.open.lease, num_pages=posting.next_page)
-                entry.peer.link.channel.send(landed)
+        if blocks and self._reader is not None and not entry.failed:
+            peer.link.channel.send(posting.landed())
+            posting.hash()
+        if isinstance(jobs[-1], Finish):
+            self._send_commit(entry, posting, jobs[-1].metadata)
 
     def _send_commit(self, entry: _Room, posting: Posting, metadata: HandoffMetadata) -> None:
         """The last word: every write has completed."""
