@@ -81,7 +81,7 @@ def _click_type(kind: Any) -> Any:
     return kind
 
 
-_PARTS = ("kv", "conv", "ssm", "metadata")
+_PARTS = ("kv", "conv", "ssm", "track", "metadata")
 
 NODE_SETTINGS = (
     Setting("model", "path", ("--model-path", "--model"), str, "Hugging Face folder of the model"),

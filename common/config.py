@@ -72,7 +72,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoopbackFaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Faults that the loopback transport injects on purpose (tests). Parts are kv, conv, ssm, metadata.
+    """Faults that the loopback transport injects on purpose (tests). Parts are kv, conv, ssm, track, metadata.
 
     flip: flip one byte of this part of every `every`-th room. zero: write zeros in place of this part.
     drop: do not write this part. delay_s: added before each write. bandwidth_bytes_s: pace of the link, 0 = unlimited.

@@ -465,9 +465,12 @@ class RadixCache:
             assert node.slot is not None or not node.state_locks, "the state of a lock is gone"
 
     def _check_orders(self, nodes: list[Node]) -> None:
-        assert self._idle_nodes.keys() == {node for node in nodes if not node.kv_locks}
-        assert self._idle_states.keys() == {node for node in nodes if node.slot is not None and not node.state_locks}
-        assert self.num_evictable_pages == sum(len(node.pages) for node in self._idle_nodes)
+        idle = {node for node in nodes if not node.kv_locks}
+        idle_states = {node for node in nodes if node.slot is not None and not node.state_locks}
+        num_pages = sum(len(node.pages) for node in idle)
+        assert self._idle_nodes.keys() == idle, "unlocked nodes are not those in the order of use"
+        assert self._idle_states.keys() == idle_states, "unlocked states are not those in the order of use"
+        assert self.num_evictable_pages == num_pages, f"{self.num_evictable_pages} pages counted, {num_pages} evictable"
         age = {node: i for i, node in enumerate(self._idle_nodes)}
         for node in self._idle_nodes:
             assert node.parent not in age or age[node] < age[node.parent], "a parent older than its child"

@@ -15,7 +15,7 @@ import xxhash
 
 from common.config import Verify
 from common.layout import PoolLayout, PoolPlacement, StateKind, StateLayout
-from transfer.plan import TRACK
+from transfer.plan import KV, TRACK
 
 METADATA = "metadata"
 
@@ -82,20 +82,53 @@ class PagesDigest:
         return _combine((running.digest() for _, running in self._pools), self._verify)
 
 
-class IncomingPages:
-    """The receiver's pages, hashed as they are announced. first: the first prompt page that crosses the wire."""
+class Incoming:
+    """The receiver's digests of one request, taken as its state is announced, while the sender takes its own.
 
-    def __init__(self, reader: StateReader, verify: Verify, pages: Sequence[int], first: int) -> None:
-        self._digest = PagesDigest(reader, verify)
+    first: the first prompt page that crosses the wire.
+    """
+
+    def __init__(
+        self,
+        reader: StateReader,
+        verify: Verify,
+        pages: Sequence[int],
+        first: int,
+        slot: int,
+        track_slot: int | None,
+    ) -> None:
+        self._reader, self._verify = reader, verify
         self._pages, self._hashed = pages, first
+        self._slot, self._track_slot = slot, track_slot
+        self._pages_digest = PagesDigest(reader, verify)
+        self._slots: dict[str, bytes] = {}
 
-    def advance(self, num_pages: int) -> None:
+    def pages_landed(self, num_pages: int) -> None:
         """Hash what was not yet, up to `num_pages`."""
-        self._digest.update(self._pages[self._hashed : num_pages])
+        self._pages_digest.update(self._pages[self._hashed : num_pages])
         self._hashed = max(self._hashed, num_pages)
 
-    def digest(self) -> bytes:
-        return self._digest.digest()
+    def state_landed(self) -> None:
+        """Hash the slot, once."""
+        if StateKind.SSM.value not in self._slots:
+            self._slots |= slot_digests(self._reader, self._slot, self._verify)
+
+    def track_landed(self) -> None:
+        """Hash the track slot, once, if one was offered."""
+        if TRACK not in self._slots and self._track_slot is not None:
+            self._slots[TRACK] = track_digest(self._reader, self._track_slot, self._verify)
+
+    def digests(self, num_pages: int, track: bool, metadata: bytes) -> dict[str, bytes]:
+        """Of every part, `track`: of the track slot too; hashes what was not announced before."""
+        self.pages_landed(num_pages)
+        self.state_landed()
+        if track:
+            self.track_landed()
+        return {
+            KV: self._pages_digest.digest(),
+            METADATA: metadata_digest(metadata, self._verify),
+            **self._slots,
+        }
 
 
 def pages_digest(reader: StateReader, pages: Sequence[int], verify: Verify) -> bytes:
@@ -104,16 +137,17 @@ def pages_digest(reader: StateReader, pages: Sequence[int], verify: Verify) -> b
     return running.digest()
 
 
-def slot_digests(reader: StateReader, slot: int, track_slot: int | None, verify: Verify) -> dict[str, bytes]:
-    """The digests of conv, ssm and, when there is one, track."""
-    found = {
+def slot_digests(reader: StateReader, slot: int, verify: Verify) -> dict[str, bytes]:
+    """The digests of conv and ssm."""
+    return {
         kind.value: _slot_digest(reader, (kind,), slot, verify)
         for kind in (StateKind.CONV, StateKind.SSM)
         if reader.of(kind)
     }
-    if track_slot is not None:
-        found[TRACK] = _slot_digest(reader, (StateKind.CONV, StateKind.SSM), track_slot, verify)
-    return found
+
+
+def track_digest(reader: StateReader, slot: int, verify: Verify) -> bytes:
+    return _slot_digest(reader, (StateKind.CONV, StateKind.SSM), slot, verify)
 
 
 def metadata_digest(payload: bytes, verify: Verify) -> bytes:

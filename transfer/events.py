@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from common.errors import ServingError
 from common.handoff import HandoffMetadata
+from transfer.messages import TrackState
 
 
 class Offer(NamedTuple):
@@ -26,6 +27,12 @@ class RoomOpened(NamedTuple):
     offer: Offer
 
 
+class RoomDeclined(NamedTuple):
+    """Prefill side: decode serves this request alone, nothing is to be computed. `Released` follows at once."""
+
+    room: int
+
+
 class Sent(NamedTuple):
     """Prefill side: decode has everything and found it right. seconds: from `commit` to decode's word."""
 
@@ -37,13 +44,15 @@ class Sent(NamedTuple):
 class Committed(NamedTuple):
     """Decode side: the state is here and right; its pages and slots are the scheduler's again.
 
-    transfer_s: what the hand-off added after compute: last writes and check.
+    transfer_s: what the hand-off added after compute: last writes and check. track: what is in the track slot; when it
+    is SAME_AS_FINAL, the scheduler copies the slot if it wants the tracked state to live on.
     """
 
     room: int
     metadata: HandoffMetadata
     bytes_by_part: dict[str, int]
     transfer_s: float
+    track: TrackState
 
 
 class RoomFailed(NamedTuple):
@@ -59,7 +68,7 @@ class Released(NamedTuple):
     room: int
 
 
-PrefillEvent = RoomOpened | Sent | RoomFailed | Released
+PrefillEvent = RoomOpened | RoomDeclined | Sent | RoomFailed | Released
 DecodeEvent = Committed | RoomFailed | Released
 
 E = TypeVar("E")

@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 
 from common.handoff import RoomAddress
-from transfer.digest import IncomingPages
+from transfer.digest import Incoming
 from transfer.messages import Open
 
 
@@ -36,8 +36,8 @@ _NEXT: dict[LeaseState, frozenset[LeaseState]] = {
 class Lease:
     """address: of the bootstrap endpoint. deadline_s: on the monotonic clock.
 
-    writer: the instance of the sender that was told of the pages; None while none was. incoming: the digest of the KV
-    pages, as far as they are here; None when verify is off.
+    writer: the instance of the sender that was told of the pages; None while none was. incoming: the digests of what is
+    here already; None when verify is off.
     """
 
     address: RoomAddress
@@ -45,7 +45,7 @@ class Lease:
     deadline_s: float
     state: LeaseState = LeaseState.RESERVED
     writer: str | None = None
-    incoming: IncomingPages | None = None
+    incoming: Incoming | None = None
     waiting_for: str = "the prefill node"
 
     @property

@@ -8,9 +8,10 @@ Hello            ─>
                  <─ Hello | Refused
 Lookup           ─>                    bootstrap endpoint only
                  <─ Ranks
-Open             ─>                    rank only: one connection for all rooms of a pair of ranks
+Open | Decline   ─>                    rank only: one connection for all rooms of a pair of ranks
+                                       Decline: decode serves alone, there is no answer
                  <─ Opened             both legs are here; writes may land from Open on
-                 <─ Landed             these pages are in place (any number of times)
+                 <─ Landed             this is in place (any number of times)
                  <─ Commit | Failed    Commit: every byte is in place
 Accepted | Abort ─>                    Accepted: every digest was right
                  <─ Drained            after Failed or Abort: nothing more will be written
@@ -19,13 +20,27 @@ Ping, Pong       both ways
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from common.config import Verify
 from common.errors import ErrorRecord
 from common.layout import PoolPlacement, StateLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+
+class TrackState(enum.StrEnum):
+    """What decode has of the state at the tracked position, once a room is committed.
+
+    NONE: nothing. RECEIVED: it lies in decode's track slot. SAME_AS_FINAL: the tracked position is the end of the
+    prompt, so it is the final state; no byte of it was sent, and decode's track slot is as it was.
+    """
+
+    NONE = "none"
+    RECEIVED = "received"
+    SAME_AS_FINAL = "same_as_final"
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -92,29 +107,43 @@ class Open(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_cached_pages: int
 
 
+class Decline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decode holds so much of the prompt that it prefills the rest itself: nothing is to be computed or sent."""
+
+    room: int
+    rid: str
+
+
 class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     room: int
     lease: int
 
 
 class Landed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The KV of prompt pages up to num_pages is in place and will not be written again; decode may hash it now."""
+    """What is in place and will not be written again; decode may hash it now. num_pages: KV of so many prompt pages.
+
+    state: the final conv and SSM state. track: the track slot.
+    """
 
     room: int
     lease: int
     num_pages: int
+    state: bool
+    track: bool
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """num_pages: prompt pages from 0 that hold KV now. metadata: an encoded HandoffMetadata.
 
-    digests: by part, empty when verify is off. seconds: from the end of compute to the end of the last write.
+    track: RECEIVED if the track slot was written. digests: by part, empty when verify is off. seconds: from the end of
+    compute to the end of the last write.
     """
 
     room: int
     lease: int
     num_pages: int
     metadata: bytes
+    track: TrackState
     digests: dict[str, bytes]
     bytes_by_part: dict[str, int]
     seconds: float
@@ -163,6 +192,7 @@ Message = (
     | Lookup
     | Ranks
     | Open
+    | Decline
     | Opened
     | Landed
     | Commit

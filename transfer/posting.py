@@ -9,9 +9,9 @@ from common.config import Verify
 from common.errors import TransferError
 from common.handoff import HandoffMetadata
 from common.layout import PoolPlacement, StateLayout
-from transfer.digest import METADATA, PagesDigest, StateReader, metadata_digest, slot_digests
-from transfer.messages import Commit, Open
-from transfer.plan import KV, plan_pages, plan_slot
+from transfer.digest import METADATA, PagesDigest, StateReader, metadata_digest, slot_digests, track_digest
+from transfer.messages import Commit, Landed, Open, TrackState
+from transfer.plan import KV, TRACK, plan_pages, plan_slot
 from transfer.transport import Block
 
 
@@ -23,8 +23,14 @@ class Pages(NamedTuple):
 
 
 class State(NamedTuple):
+    """track_slot waits for the metadata: a state saved at the end of the prompt is not sent twice."""
+
     slot: int
     track_slot: int | None
+
+
+class Track(NamedTuple):
+    slot: int
 
 
 class Finish(NamedTuple):
@@ -37,7 +43,7 @@ Job = Pages | State | Finish
 class Posting:
     """mine, theirs: where the pools lie here and at decode. reader: None when verify is off.
 
-    `add` belongs to the worker and `hash` to the hashing thread; `commit` comes after both have ended.
+    For each job: `add`, write, `hash`; then `commit`. Belongs to the worker.
     """
 
     def __init__(
@@ -53,31 +59,50 @@ class Posting:
         self._reader, self._verify = reader, verify
         self._pages_digest = PagesDigest(reader, verify) if reader is not None else None
         self._digests: dict[str, bytes] = {}
+        self._unhashed: list[Pages | State | Track] = []
+        self._saved: int | None = None
+        self._track = TrackState.NONE
         self.next_page = offer.num_cached_pages
         self.bytes_by_part: dict[str, int] = {}
 
-    def add(self, job: Pages | State) -> tuple[list[Block], Pages | State | None]:
-        """The blocks to write for a job, and what of it `hash` must read. Raises TransferError: too many pages."""
+    def add(self, job: Job) -> list[Block]:
+        """The blocks to write for a job. Raises TransferError: too many pages."""
         match job:
             case Pages():
-                job = self._without_cached(job)
-                blocks = self._plan_pages(job)
+                blocks = self._plan_pages(self._without_cached(job))
             case State():
-                job = job if self._offer.track_slot is not None else job._replace(track_slot=None)
+                self._saved = job.track_slot
                 blocks = self._plan_state(job)
+            case Finish():
+                self._track = self._track_of(job.metadata)
+                blocks = self._plan_track() if self._track is TrackState.RECEIVED else []
         for block in blocks:
             self.bytes_by_part[block.part] = self.bytes_by_part.get(block.part, 0) + block.nbytes
-        return blocks, job if self._reader is not None else None
+        return blocks
 
-    def hash(self, jobs: Sequence[Pages | State]) -> None:
-        """Take the digests of what the jobs name, in the order of the prompt; nothing of it may change meanwhile."""
-        assert self._reader is not None and self._pages_digest is not None
+    def landed(self) -> Landed:
+        """What was added and is written by now, for decode to hash while `hash` does the same here."""
+        return Landed(
+            room=self._offer.room,
+            lease=self._offer.lease,
+            num_pages=self.next_page,
+            state=any(isinstance(job, State) for job in self._unhashed),
+            track=any(isinstance(job, Track) for job in self._unhashed),
+        )
+
+    def hash(self) -> None:
+        """Take the digests of what was added since the last time, in the order of the prompt."""
+        jobs, self._unhashed = self._unhashed, []
+        if self._reader is None or self._pages_digest is None:
+            return
         for job in jobs:
             match job:
                 case Pages():
                     self._pages_digest.update(job.pages)
                 case State():
-                    self._digests |= slot_digests(self._reader, job.slot, job.track_slot, self._verify)
+                    self._digests |= slot_digests(self._reader, job.slot, self._verify)
+                case Track():
+                    self._digests[TRACK] = track_digest(self._reader, job.slot, self._verify)
 
     def commit(self, payload: bytes, altered: bytes, seconds: float) -> Commit:
         """The last word. payload: the encoded metadata; altered: what an injected fault made of it."""
@@ -89,6 +114,7 @@ class Posting:
             lease=self._offer.lease,
             num_pages=self.next_page,
             metadata=altered,
+            track=self._track,
             digests=digests,
             bytes_by_part=self.bytes_by_part,
             seconds=seconds,
@@ -101,6 +127,15 @@ class Posting:
         assert not rest.pages or rest.first == self.next_page, f"page {rest.first} sent, {self.next_page} is next"
         return rest
 
+    def _track_of(self, metadata: HandoffMetadata) -> TrackState:
+        """What decode will have of the tracked state: only what it offered a slot for and what was saved here."""
+        position = metadata.tracked_position
+        if self._offer.track_slot is None or position <= 0:
+            return TrackState.NONE
+        if position == metadata.num_prompt_tokens:
+            return TrackState.SAME_AS_FINAL
+        return TrackState.NONE if self._saved is None else TrackState.RECEIVED
+
     def _plan_pages(self, job: Pages) -> list[Block]:
         end = self.next_page + len(job.pages)
         if end > len(self._offer.pages):
@@ -110,12 +145,14 @@ class Posting:
             )
         pairs = list(zip(job.pages, self._offer.pages[self.next_page : end], strict=True))
         self.next_page = end
+        self._unhashed.append(job)
         return plan_pages(self._layout, self._mine, self._theirs, pairs)
 
     def _plan_state(self, job: State) -> list[Block]:
-        pair = (job.slot, self._offer.slot)
-        blocks = plan_slot(self._layout, self._mine, self._theirs, pair, track=False)
-        if job.track_slot is not None and self._offer.track_slot is not None:
-            pair = (job.track_slot, self._offer.track_slot)
-            blocks += plan_slot(self._layout, self._mine, self._theirs, pair, track=True)
-        return blocks
+        self._unhashed.append(job)
+        return plan_slot(self._layout, self._mine, self._theirs, (job.slot, self._offer.slot), track=False)
+
+    def _plan_track(self) -> list[Block]:
+        assert self._saved is not None and self._offer.track_slot is not None
+        self._unhashed.append(Track(self._saved))
+        return plan_slot(self._layout, self._mine, self._theirs, (self._saved, self._offer.track_slot), track=True)

@@ -2,6 +2,7 @@
 
     open ─► look up the rank, connect ─► Open ─► (prefill computes, writes) ─► Commit ─► digests ─► Committed
             RESERVED                     WRITING                                        COMMITTED, RELEASED
+    decline ─► look up the rank, connect ─► Decline; nothing is lent, nothing is told
     anything wrong, at any time: RoomFailed at once (DRAINING), Released when no write of the room can land any more
 
 No write can land any more when the sender says Drained, or when the sender is dead and the last of its data connections
@@ -30,7 +31,7 @@ from common.config import TransferConfig, Verify
 from common.errors import AbortedError, RequestError, ServingError, TransferError, WorkerError, from_record
 from common.handoff import HandoffMetadata, RoomAddress
 from common.layout import PoolPlacement, StateLayout
-from transfer.digest import METADATA, IncomingPages, StateReader, metadata_digest, slot_digests
+from transfer.digest import Incoming, StateReader
 from transfer.events import Committed, DecodeEvent, EventQueue, Released, RoomFailed
 from transfer.handshake import brief, read_key
 from transfer.lease import Lease, LeaseState
@@ -41,6 +42,7 @@ from transfer.messages import (
     Abort,
     Accepted,
     Commit,
+    Decline,
     Drained,
     Failed,
     Hello,
@@ -51,8 +53,8 @@ from transfer.messages import (
     Ping,
     Pong,
     Ranks,
+    TrackState,
 )
-from transfer.plan import KV, TRACK
 from transfer.rendezvous import look_up
 from transfer.server import dial
 from transfer.transport import Transport
@@ -137,15 +139,25 @@ class DecodeTransfer:
             num_cached_pages=num_cached_pages,
         )
         with self._lock:
-            if address.room in self._leases:
-                raise RequestError(
-                    f"room {address.room} is in use", code="room_in_use", param="bootstrap_room", status=409
-                )
+            self._refuse_if_leased(address.room)
             lease = Lease(address, message, time.monotonic() + self._config.bootstrap_timeout_s)
             if self._reader is not None:
-                lease.incoming = IncomingPages(self._reader, self._config.verify, message.pages, num_cached_pages)
+                lease.incoming = Incoming(
+                    self._reader, self._config.verify, message.pages, num_cached_pages, slot, track_slot
+                )
             self._leases[address.room] = lease
         self._thread.call(self._spawn_placing, lease)
+
+    def decline(self, address: RoomAddress, rid: str) -> None:
+        """Tell the prefill rank that it is not needed: this node serves the request alone. Raises RequestError: in use.
+
+        There is no lease and no event. If the rank cannot be reached, its leg of the request times out by itself.
+        """
+        assert 0 <= address.room < ROOM_LIMIT, f"room {address.room}"
+        with self._lock:
+            self._refuse_if_leased(address.room)
+            self._counts["declined"] += 1
+        self._thread.call(self._spawn_declining, address, rid)
 
     def abort(self, room: int, error: ServingError) -> None:
         """End the room on both sides. A room that is over already is no fault."""
@@ -184,6 +196,10 @@ class DecodeTransfer:
         self._thread.stop()
 
     # Leases. All of these need the lock.
+
+    def _refuse_if_leased(self, room: int) -> None:
+        if room in self._leases:
+            raise RequestError(f"room {room} is in use", code="room_in_use", param="bootstrap_room", status=409)
 
     def _fail(self, lease: Lease, error: ServingError, *, tell: bool = True) -> None:
         if not lease.live:
@@ -233,6 +249,17 @@ class DecodeTransfer:
             lease.writer, lease.waiting_for = link.peer.instance, "the prefill leg"
             lease.move(LeaseState.WRITING)
             link.channel.send(lease.open)
+
+    def _spawn_declining(self, address: RoomAddress, rid: str) -> None:
+        self._thread.spawn(self._decline(address, rid))
+
+    async def _decline(self, address: RoomAddress, rid: str) -> None:
+        try:
+            link = await self._link_for(address)
+        except ServingError as error:
+            log.info("room %s could not be declined: %s", address.room, brief(error))
+            return
+        link.channel.send(Decline(room=address.room, rid=rid))
 
     async def _link_for(self, address: RoomAddress) -> Link:
         """The connection to the room's rank, made when there is none. Raises ServingError."""
@@ -349,12 +376,16 @@ class DecodeTransfer:
                 self._release(lease)
 
     def _landed(self, link: Link, message: Landed) -> None:
-        """Use the time until the commit."""
+        """Hash while the sender does."""
         with self._lock:
             lease = self._lease_of(link, message)
             if lease is None or not lease.live or lease.incoming is None:
                 return
-        lease.incoming.advance(message.num_pages)
+        lease.incoming.pages_landed(message.num_pages)
+        if message.state:
+            lease.incoming.state_landed()
+        if message.track:
+            lease.incoming.track_landed()
 
     def _commit(self, link: Link, message: Commit) -> None:
         """Every byte is in place: check them, then give the lease back as a success."""
@@ -374,7 +405,7 @@ class DecodeTransfer:
             if not lease.live:
                 return
             lease.move(LeaseState.COMMITTED)
-            self._events.put(Committed(lease.room, metadata, message.bytes_by_part, seconds))
+            self._events.put(Committed(lease.room, metadata, message.bytes_by_part, seconds, message.track))
             link.channel.send(Accepted(room=lease.room, lease=lease.open.lease))
             self._counts["committed"] += 1
             self._bytes.update(message.bytes_by_part)
@@ -386,12 +417,8 @@ class DecodeTransfer:
         cached, filled = lease.open.num_cached_pages, message.num_pages
         if not cached <= filled <= len(lease.open.pages):
             raise TransferError(f"room {lease.room}: {filled} pages were committed", code="bad_metadata")
-        if self._reader is not None and lease.incoming is not None:
-            track = lease.open.track_slot if TRACK in message.digests else None
-            lease.incoming.advance(filled)
-            found = slot_digests(self._reader, lease.open.slot, track, self._config.verify)
-            found[KV] = lease.incoming.digest()
-            found[METADATA] = metadata_digest(message.metadata, self._config.verify)
+        if lease.incoming is not None:
+            found = lease.incoming.digests(filled, message.track is TrackState.RECEIVED, message.metadata)
             wrong = sorted(part for part in found | message.digests if found.get(part) != message.digests.get(part))
             if wrong:
                 self._mismatches.update(wrong)
@@ -400,7 +427,14 @@ class DecodeTransfer:
                     code="digest_mismatch",
                     param=wrong[0],
                 )
-        return _metadata(lease.room, message.metadata)
+        metadata = _metadata(lease.room, message.metadata)
+        if not _track_is_possible(lease.open, message.track, metadata):
+            raise TransferError(
+                f"room {lease.room}: track state {message.track}, tracked position {metadata.tracked_position} of "
+                f"{metadata.num_prompt_tokens} tokens",
+                code="bad_metadata",
+            )
+        return metadata
 
     # Loss and time.
 
@@ -502,6 +536,18 @@ def _timed_out(lease: Lease) -> TransferError:
         f"room {lease.room}: timed out waiting for {lease.waiting_for}",
         code="bootstrap_timeout" if early else "first_token_timeout",
     )
+
+
+def _track_is_possible(offer: Open, track: TrackState, metadata: HandoffMetadata) -> bool:
+    """Whether what the sender says of the track slot agrees with the metadata and with what was offered."""
+    position, end = metadata.tracked_position, metadata.num_prompt_tokens
+    match track:
+        case TrackState.NONE:
+            return offer.track_slot is None or position != end
+        case TrackState.RECEIVED:
+            return offer.track_slot is not None and 0 < position < end
+        case TrackState.SAME_AS_FINAL:
+            return offer.track_slot is not None and position == end
 
 
 def _metadata(room: int, payload: bytes) -> HandoffMetadata:

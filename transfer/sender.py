@@ -3,11 +3,12 @@
     expect ─┐              send_pages, send_state, commit
             ├─► RoomOpened ──────────────────────────────► writes ─► Commit ─► decode's word ─► Sent, Released
     Open  ──┘
+    expect and Decline: RoomDeclined, Released
     anything wrong, at any time: RoomFailed at once, Released when no write is in flight (then decode hears Drained)
 
-Threads: the scheduler calls; a loop thread talks to decode ranks; one worker per decode rank posts its writes, so that
-a stuck peer holds up nobody else; one thread takes digests while the writes run. A lock guards the rooms; nobody waits
-while holding it. What the scheduler sends before decode has opened the room is kept until it has.
+Threads: the scheduler calls; a loop thread talks to decode ranks; one worker per decode rank writes and hashes, so that
+a stuck peer holds up nobody else. A lock guards the rooms; nobody waits while holding it. What the scheduler sends
+before decode has opened the room is kept until it has.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from common.handoff import HandoffMetadata
 from common.layout import PoolPlacement, StateKind, StateLayout
 from transfer.channel import Channel
 from transfer.digest import StateReader
-from transfer.events import EventQueue, Offer, PrefillEvent, Released, RoomFailed, RoomOpened, Sent
+from transfer.events import EventQueue, Offer, PrefillEvent, Released, RoomDeclined, RoomFailed, RoomOpened, Sent
 from transfer.handshake import brief, read_key
 from transfer.link import Link, tick_s
 from transfer.loop import LoopThread
@@ -40,10 +40,10 @@ from transfer.messages import (
     PROTOCOL_VERSION,
     Abort,
     Accepted,
+    Decline,
     Drained,
     Failed,
     Hello,
-    Landed,
     Message,
     Open,
     Opened,
@@ -71,7 +71,7 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Room:
-    """rid: of the prefill leg, once it expects the room. open, peer: once decode has opened it.
+    """rid: of the prefill leg, once it expects the room. open, peer: once decode has opened it. declined: it will not.
 
     waiting: jobs that came before that. busy: the worker is at it. unsure: a write was begun and not seen to end well,
     so some of it may still land. nth: counts rooms, for injected faults.
@@ -84,6 +84,7 @@ class _Room:
     rid: str | None = None
     open: Open | None = None
     peer: _Peer | None = None
+    declined: bool = False
     waiting: list[Job] = field(default_factory=list)
     busy: bool = False
     failed: ServingError | None = None
@@ -119,12 +120,12 @@ class PrefillTransfer:
         self._lock = threading.RLock()
         self._rooms: dict[int, _Room] = {}
         self._peers: list[_Peer] = []
+        self._workers: set[threading.Thread] = set()
         self._unsure: set[tuple[str, int]] = set()
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         key = read_key(config.cluster_key_file)
         self._server = FrameServer(config.host, port, key, self._hello, config.bootstrap_timeout_s, self._serve)
-        self._hasher = ThreadPoolExecutor(1, "transfer-hash")
         self._thread = LoopThread("transfer-prefill")
         try:
             self._thread.run(self._server.start(), config.bootstrap_timeout_s)
@@ -149,7 +150,9 @@ class PrefillTransfer:
             elif entry.rid is not None or entry.failed:
                 raise RequestError(f"room {room} is in use", code="room_in_use", param="bootstrap_room", status=409)
             entry.rid = rid
-            if entry.open is not None:
+            if entry.declined:
+                self._end_declined(entry)
+            elif entry.open is not None:
                 self._begin(entry)
 
     def send_pages(self, room: int, first_page_index: int, src_pages: Sequence[int]) -> None:
@@ -157,7 +160,11 @@ class PrefillTransfer:
         self._submit(room, Pages(first_page_index, tuple(src_pages)))
 
     def send_state(self, room: int, slot: int, track_slot: int | None = None) -> None:
-        """The final conv and SSM state is complete in `slot`, the tracked one in `track_slot`."""
+        """The final conv and SSM state is complete in `slot`, the tracked one in `track_slot`.
+
+        The metadata's tracked_position says whether the latter is sent: not when there is none, nor when it is the end
+        of the prompt, where both states are the same.
+        """
         self._submit(room, State(slot, track_slot))
 
     def commit(self, room: int, metadata: HandoffMetadata) -> None:
@@ -187,7 +194,10 @@ class PrefillTransfer:
             }
 
     def close(self) -> None:
-        """Fail what is open, wait for the writes in flight (at most the transfer time-out), end the threads."""
+        """Fail what is open, wait for the writes in flight (at most the transfer time-out), end the threads.
+
+        After that no write reads this rank's memory, unless one took longer.
+        """
         if not self._thread.running:
             return
         with self._lock:
@@ -198,7 +208,8 @@ class PrefillTransfer:
             time.sleep(0.005)
         self._thread.run(self._server.close(), self._config.transfer_timeout_s)
         self._thread.stop()
-        self._hasher.shutdown()
+        for worker in self._workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
 
     # Rooms. All of these need the lock.
 
@@ -222,6 +233,12 @@ class PrefillTransfer:
         for job in entry.waiting:
             entry.peer.jobs.put((entry, job))
         entry.waiting.clear()
+
+    def _end_declined(self, entry: _Room) -> None:
+        """The prefill leg is here and decode does not need it."""
+        self._counts["declined"] += 1
+        self._events.put(RoomDeclined(entry.room))
+        self._remove(entry)
 
     def _submit(self, room: int, job: Job) -> None:
         with self._lock:
@@ -291,6 +308,7 @@ class PrefillTransfer:
         peer = _Peer(Link(channel, hello, self._transport.outbound))
         worker = threading.Thread(target=self._work, args=(peer,), name=f"transfer-to-{hello.node_id}", daemon=True)
         worker.start()
+        self._workers = {each for each in self._workers if each.is_alive()} | {worker}
         with self._lock:
             self._peers.append(peer)
         log.info("decode rank %s connected from %s", hello.node_id, channel.peer_host)
@@ -304,6 +322,8 @@ class PrefillTransfer:
             match message:
                 case Open():
                     self._opened(peer, message)
+                case Decline():
+                    self._declined(message)
                 case Accepted():
                     self._accepted(message)
                 case Abort():
@@ -329,10 +349,22 @@ class PrefillTransfer:
             if compute_ended:
                 self._set_transfer_deadline(entry)
 
+    def _declined(self, message: Decline) -> None:
+        entry = self._rooms.get(message.room)
+        if entry is None:
+            entry = self._add(message.room, self._config.bootstrap_timeout_s, "the prefill leg")
+        if entry.open is not None or entry.failed:
+            log.warning("room %s (%s) was declined when it was open or over", message.room, message.rid)
+            self._fail(entry, TransferError(f"room {entry.room} was opened and declined", code="protocol_error"))
+            return
+        entry.declined = True
+        if entry.rid is not None:
+            self._end_declined(entry)
+
     def _refusal(self, hello: Hello, message: Open) -> ServingError | None:
         """Why this room cannot be opened, if so."""
         entry = self._rooms.get(message.room)
-        if entry is not None and (entry.open is not None or entry.failed):
+        if entry is not None and (entry.open is not None or entry.declined or entry.failed):
             return RequestError(f"room {message.room} is in use", code="room_in_use", status=409)
         if not 0 <= message.room < ROOM_LIMIT or not 0 <= message.num_cached_pages <= len(message.pages):
             return RequestError(f"room {message.room}: the offer makes no sense", code="bad_offer")
@@ -393,6 +425,9 @@ class PrefillTransfer:
                 name = peer.link.peer.node_id
                 self._fail_all(peer, WorkerError(f"decode rank {name} was silent for {waited} s", code="peer_silent"))
         for entry in [e for e in self._rooms.values() if e.deadline_s is not None and e.deadline_s < now]:
+            if entry.declined:
+                self._remove(entry)  # nobody came for it
+                continue
             code = "transfer_timeout" if entry.rid and entry.open else "bootstrap_timeout"
             self._fail(entry, TransferError(f"room {entry.room}: timed out waiting for {entry.waiting_for}", code=code))
 
@@ -460,35 +495,21 @@ class PrefillTransfer:
                 self._settle(entry)
 
     def _write(self, entry: _Room, jobs: Sequence[Job]) -> None:
-        """Write and hash at the same time; then say what has landed, or commit."""
-        assert entry.posting is not None and entry.peer is not None
-        finish = jobs[-1] if isinstance(jobs[-1], Finish) else None
-        added = [entry.posting.add(job) for job in jobs if not isinstance(job, Finish)]
-        hashed = [job for _, job in added if job is not None]
-        hashing = self._hasher.submit(entry.posting.hash, hashed) if hashed else None
-        try:
-            self._write_blocks(entry, entry.peer, [block for blocks, _ in added for block in blocks])
-        finally:
-            if hashing is not None:
-                hashing.result()
-        if finish is None:
-            self._tell_landed(entry, entry.posting)
-        else:
-            self._send_commit(entry, entry.posting, finish.metadata)
-
-    def _write_blocks(self, entry: _Room, peer: _Peer, blocks: Sequence[Block]) -> None:
+        """Write, say what has landed, hash while decode does the same, and commit if that was all."""
+        posting, peer = entry.posting, entry.peer
+        assert posting is not None and peer is not None
+        blocks = [block for job in jobs for block in posting.add(job)]
         for batch in batches(blocks, MAX_WRITE_BYTES):
             if entry.failed:
                 return
             entry.unsure = True
             self._transport.write(peer.link.peer.session, batch, entry.nth)
             entry.unsure = False
-
-    def _tell_landed(self, entry: _Room, posting: Posting) -> None:
-        with self._lock:
-            if entry.open is not None and entry.peer is not None and not entry.failed:
-                landed = Landed(room=entry.room, lease=entry.open.lease, num_pages=posting.next_page)
-                entry.peer.link.channel.send(landed)
+        if blocks and self._reader is not None and not entry.failed:
+            peer.link.channel.send(posting.landed())
+            posting.hash()
+        if isinstance(jobs[-1], Finish):
+            self._send_commit(entry, posting, jobs[-1].metadata)
 
     def _send_commit(self, entry: _Room, posting: Posting, metadata: HandoffMetadata) -> None:
         """The last word: every write has completed."""
@@ -513,6 +534,8 @@ def _is_lease(entry: _Room, instance: str, lease: int) -> bool:
 def _state(entry: _Room) -> str:
     if entry.failed:
         return "draining"
+    if entry.declined:
+        return "declined"
     if entry.rid is None or entry.open is None:
         return "waiting"
     return "confirming" if entry.committed else "sending" if entry.busy else "open"

@@ -353,6 +353,12 @@ class TestDropState:
         assert rig.cache.insert(seq(1, 8), rig.find(seq(1, 8)).kv_pages, None, extra_key=None, ends_prompt=True)
         assert self.refused(rig, node)
 
+    def test_once_the_end_of_a_prompt_always_the_end_of_one(self) -> None:
+        rig = Rig()
+        result = rig.put(seq(1, 8), state=True, ends_prompt=True)
+        rig.cache.insert(seq(1, 8), result.pages_now, None, extra_key=None)
+        assert self.refused(rig, result.node)
+
     def test_a_locked_state_stays_and_locked_kv_does_not_matter(self) -> None:
         rig = Rig()
         node = rig.put(seq(1, 8), state=True).node
@@ -723,10 +729,12 @@ def _page_twice(rig: Rig, node: Node) -> None:
     node.pages[0] = node.pages[1]
 
 
-def _lost_page(rig: Rig, node: Node) -> None:
-    node.pages = node.pages[:1]
-    node.tokens = node.tokens[:4]
-    node.end -= 4
+def _lost_node(rig: Rig, node: Node) -> None:
+    cache = rig.cache
+    assert node.parent is not None
+    del node.parent.children[cache._key(node.extra_key, node.tokens)]
+    del cache._idle_nodes[node], cache._idle_states[node]
+    cache.num_evictable_pages -= len(node.pages)
 
 
 def _lost_state(rig: Rig, node: Node) -> None:
@@ -796,35 +804,35 @@ def _no_parent(rig: Rig, node: Node) -> None:
 
 class TestIntegrity:
     @pytest.mark.parametrize(
-        "damage",
+        ("damage", "why"),
         [
-            _wrong_owner,
-            _forgotten_free,
-            _freed_slot,
-            _page_twice,
-            _lost_page,
-            _lost_state,
-            _state_off_the_grid,
-            _state_lock_leaked,
-            _lock_leaked,
-            _lock_of_the_parent_lost,
-            _wrong_key,
-            _ragged_edge,
-            _wrong_end,
-            _wrong_count,
-            _not_in_the_order,
-            _state_not_in_the_order,
-            _parent_older,
-            _mixed_namespaces,
-            _no_parent,
+            (_wrong_owner, "owned by others"),
+            (_forgotten_free, "leaked"),
+            (_freed_slot, "owned by others"),
+            (_page_twice, "cached"),
+            (_lost_node, "pages cached"),
+            (_lost_state, "unlocked states"),
+            (_state_off_the_grid, "off the grid"),
+            (_state_lock_leaked, "1 state locks counted, 0 held"),
+            (_lock_leaked, "1 KV locks counted, 0 held"),
+            (_lock_of_the_parent_lost, "0 KV locks counted, 1 held"),
+            (_wrong_key, "wrong key"),
+            (_ragged_edge, "whole pages"),
+            (_wrong_end, "after its tokens"),
+            (_wrong_count, "5 pages counted, 4 evictable"),
+            (_not_in_the_order, "unlocked nodes"),
+            (_state_not_in_the_order, "unlocked states"),
+            (_parent_older, "older than its child"),
+            (_mixed_namespaces, "two namespaces"),
+            (_no_parent, "without a parent"),
         ],
     )
-    def test_sees(self, damage: Callable[[Rig, Node], None]) -> None:
+    def test_sees(self, damage: Callable[[Rig, Node], None], why: str) -> None:
         rig = Rig()
         rig.put(seq(1, 8))
         node = rig.put(seq(1, 16), state=True).node
         damage(rig, node)
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=why):
             rig.check()
 
     def test_compares_with_what_the_requests_own(self) -> None:

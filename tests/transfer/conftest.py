@@ -42,7 +42,8 @@ def config() -> Callable[..., TransferConfig]:
 
 
 @pytest.fixture
-def prefill() -> Iterator[Callable[..., Prefill]]:
+def prefill(decode: Callable[..., Decode]) -> Iterator[Callable[..., Prefill]]:
+    """Closed before decode: it writes to decode's memory."""
     made: list[Prefill] = []
 
     def make(*arguments: Any, **keywords: Any) -> Prefill:

@@ -10,7 +10,7 @@ from transfer_rig import Pools, make_layout
 
 from common.config import Verify
 from common.layout import PoolPlacement, StateKind
-from transfer.digest import PagesDigest, StateReader, pages_digest, slot_digests
+from transfer.digest import PagesDigest, StateReader, pages_digest, slot_digests, track_digest
 from transfer.loopback import LoopbackTransport
 
 
@@ -40,17 +40,17 @@ def test_pages_as_the_slow_twin(pools: Pools, pages: list[int]) -> None:
 
 
 def test_slots_as_the_slow_twin(pools: Pools) -> None:
-    found = slot_digests(StateReader(pools.layout, pools.placements), 3, 5, Verify.DIGEST)
-    assert found == {
+    reader = StateReader(pools.layout, pools.placements)
+    assert slot_digests(reader, 3, Verify.DIGEST) == {
         "conv": slow(pools, [3], StateKind.CONV),
         "ssm": slow(pools, [3], StateKind.SSM),
-        "track": slow(pools, [5], StateKind.CONV, StateKind.SSM),
     }
+    assert track_digest(reader, 5, Verify.DIGEST) == slow(pools, [5], StateKind.CONV, StateKind.SSM)
 
 
 def test_full_adds_sha256(pools: Pools) -> None:
     reader = StateReader(pools.layout, pools.placements)
-    quick, full = (slot_digests(reader, 3, None, verify)["ssm"] for verify in (Verify.DIGEST, Verify.FULL))
+    quick, full = (slot_digests(reader, 3, verify)["ssm"] for verify in (Verify.DIGEST, Verify.FULL))
     assert (len(quick), len(full)) == (8, 8 + hashlib.sha256().digest_size)
 
 
@@ -67,16 +67,17 @@ def test_strided_pools_hash_alike(pools: Pools) -> None:
         moved.append(PoolPlacement(base=address, stride_bytes=stride, count=pools.placements[i].count))
     here, there = StateReader(pools.layout, pools.placements), StateReader(pools.layout, moved)
     assert pages_digest(here, [1, 2, 7], Verify.DIGEST) == pages_digest(there, [1, 2, 7], Verify.DIGEST)
-    assert slot_digests(here, 1, 2, Verify.DIGEST) == slot_digests(there, 1, 2, Verify.DIGEST)
+    assert slot_digests(here, 1, Verify.DIGEST) == slot_digests(there, 1, Verify.DIGEST)
+    assert track_digest(here, 2, Verify.DIGEST) == track_digest(there, 2, Verify.DIGEST)
 
 
 def test_any_flipped_byte_shows(pools: Pools) -> None:
     reader = StateReader(pools.layout, pools.placements)
-    before = slot_digests(reader, 3, None, Verify.DIGEST)
+    before = slot_digests(reader, 3, Verify.DIGEST)
     for pool in pools.of(StateKind.CONV, StateKind.SSM):
         for position in (0, pools.layout.pools[pool].item_bytes - 1):
             pools.item(pool, 3)[position] ^= 1
-            after = slot_digests(reader, 3, None, Verify.DIGEST)
+            after = slot_digests(reader, 3, Verify.DIGEST)
             assert [part for part in before if before[part] != after[part]] == [pools.layout.pools[pool].kind.value]
             pools.item(pool, 3)[position] ^= 1
 

@@ -141,8 +141,8 @@ def hello(**changes: Any) -> Hello:
 
 def test_another_protocol_version_is_refused(config: Config, prefill: Make) -> None:
     p = prefill(config())
-    with pytest.raises(ConfigError, match="protocol: 1 here, 2 there"):
-        asyncio.run(dial(*p.transfer.control_address, None, hello(version=2), 5))
+    with pytest.raises(ConfigError, match=f"protocol: {PROTOCOL_VERSION} here, {PROTOCOL_VERSION + 1} there"):
+        asyncio.run(dial(*p.transfer.control_address, None, hello(version=PROTOCOL_VERSION + 1), 5))
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])

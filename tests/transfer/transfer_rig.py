@@ -83,13 +83,14 @@ class Pools:
         return b"".join(kv + slots)
 
 
-def metadata(room: int, rid: str = "r") -> HandoffMetadata:
+def metadata(room: int, rid: str = "r", tracked_position: int = 8) -> HandoffMetadata:
+    """Of a prompt of 11 tokens."""
     return HandoffMetadata(
         room=room,
         rid=rid,
         num_prompt_tokens=11,
         num_cached_tokens=0,
-        tracked_position=8,
+        tracked_position=tracked_position,
         first_token=TokenLogprob(-0.25, 7, ((-0.25, 7), (-1.5, 9))),
         sampling_seed=42,
         queue_s=0.0,
@@ -185,13 +186,21 @@ class Prefill(Side):
     def address(self, room: int) -> RoomAddress:
         return RoomAddress(host=self.config.host, port=self.bootstrap.port, room=room)
 
-    def send(self, room: int, pages: Sequence[int], slot: int, track: int | None = None, first: int = 0) -> None:
+    def send(
+        self,
+        room: int,
+        pages: Sequence[int],
+        slot: int,
+        track: int | None = None,
+        first: int = 0,
+        tracked_position: int = 8,
+    ) -> None:
         """Pages in two chunks, then the state, then the commit."""
         half = len(pages) // 2
         self.transfer.send_pages(room, first, pages[:half])
         self.transfer.send_pages(room, first + half, pages[half:])
         self.transfer.send_state(room, slot, track)
-        self.transfer.commit(room, metadata(room))
+        self.transfer.commit(room, metadata(room, tracked_position=tracked_position))
 
     def close(self) -> None:
         self.front.run(self.bootstrap.close(), 5)
@@ -233,8 +242,8 @@ def main() -> None:
         method, *arguments = json.loads(line)
         if method == "metadata":
             side.transfer.commit(arguments[0], metadata(*arguments))
-        elif method == "open":
-            side.transfer.open(RoomAddress(**arguments[0]), *arguments[1:])
+        elif method in ("open", "decline"):
+            getattr(side.transfer, method)(RoomAddress(**arguments[0]), *arguments[1:])
         elif method == "abort":
             side.transfer.abort(arguments[0], TransferError("told to"))
         elif method == "state":
