@@ -189,6 +189,8 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
         value = getattr(transfer, f"{name}_timeout_s")
         if not 0 < value < float("inf"):
             raise ConfigError(f"--{name}-timeout {value}: a positive number of seconds", param=f"{name}_timeout")
+    _positive("max_body_bytes", server.max_body_bytes)
+    _positive("fault_every", transfer.faults.every)
     for name, port in (("port", server.port), ("bootstrap_port", server.bootstrap_port)):
         if not 0 <= port <= 65535:
             raise ConfigError(f"--{name.replace('_', '-')} {port}: 0 to 65535", param=name)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.config import NodeConfig
-from common.errors import AbortedError, CapacityError, ServingError, TransferError, WorkerError
+from common.errors import AbortedError, CapacityError, RequestError, ServingError, WorkerError
 from common.handoff import HandoffMetadata, RoomAddress
 from engine.scheduler import StepReport
 from engine.sequence import Sequence
@@ -266,8 +266,8 @@ class DecodeRole:
         self.transport.close()
 
 
-def _other_prompt(sequence: Sequence, metadata: HandoffMetadata) -> TransferError:
-    return TransferError(
+def _other_prompt(sequence: Sequence, metadata: HandoffMetadata) -> RequestError:
+    return RequestError(
         f"the prefill leg computed {metadata.num_prompt_tokens} prompt tokens, this leg has "
         f"{sequence.num_prompt_tokens}: the two legs were sent different prompts",
         code="prompt_mismatch",

@@ -72,7 +72,8 @@ class PrefillRole:
         sequence = self.host.new_sequence(message)
         room = PrefillRoom(room=message.room.room, sequence=sequence)
         try:
-            self.transfer.expect(room.room, message.rid, self.config.bootstrap_timeout_s)
+            # A full decode node opens the room late: this waits as long as the client does.
+            self.transfer.expect(room.room, message.rid, self.config.first_token_timeout_s)
         except ServingError as error:
             self.host.fail(sequence, error)
             return
