@@ -1013,6 +1013,10 @@ class Pair:
     def place(self) -> Place:
         """A prompt that often shares a prefix with earlier ones: pages of one token repeated, and a few more tokens."""
         rng = self.rng
+        ends = sorted(self.twin.states if rng.random() < 0.5 else self.twin.ends, key=repr)
+        if ends and rng.random() < 0.4:
+            extra_key, held = rng.choice(ends)
+            return extra_key, (*held, *[rng.randint(0, 1) for _ in range(rng.choice([0, 1, self.twin.cache_chunk]))])
         base = rng.choice(self.known)
         base = base[: rng.randint(0, len(base))] if rng.random() < 0.7 else base
         num_pages = rng.randint(0, 4 * self.twin.cache_chunk // self.twin.page_size)
@@ -1079,7 +1083,7 @@ class Pair:
     def lock(self) -> None:
         nodes = nodes_of(self.cache)
         if nodes and len(self.locks) < 5:
-            place = self.rng.choice(sorted(nodes, key=repr))
+            place = self.rng.choice(sorted(self.rng.choice([nodes, states_of(self.cache) or nodes]), key=repr))
             state = nodes[place].slot is not None and self.rng.random() < 0.6
             self.locks.append(((place, state), self.cache.lock(nodes[place], state=state)))
             self.twin.locks.append((place, state))
@@ -1151,7 +1155,7 @@ WEIGHTS = {
     "drop_state": 10,
     "evict_pages": 6,
     "evict_slots": 6,
-    "flush": 0.5,
+    "flush": 1,
 }
 
 
