@@ -27,6 +27,7 @@ from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
 from node.transport_memory import host_allocator
 from transfer.events import Committed, Released, RoomFailed
+from transfer.messages import TrackState
 from transfer.receiver import DecodeTransfer
 from transfer.transport import Transport, open_transport
 
@@ -219,13 +220,13 @@ class DecodeRole:
         if slot is None:
             return
         match event.track:
-            case "none":
+            case TrackState.NONE:
                 memory.return_track_slot(slot)
                 return
-            case "same_as_final":
+            case TrackState.SAME_AS_FINAL:
                 assert sequence.slot is not None
                 self.host.runner.copy_slots([sequence.slot], [slot])
-            case "received":
+            case TrackState.RECEIVED:
                 pass
         memory.donate(sequence, event.metadata.tracked_position, slot, ends_prompt=True, keep_state=False)
 

@@ -65,7 +65,8 @@ class SequenceMemory:
         much). keep_state: see `donate`. spare_pages: how many must be left over.
         """
         tokens = sequence.tokens(0, sequence.num_tokens)
-        match = self._match(sequence, tokens, resume, count=True)
+        match = self._match(sequence, tokens, resume, count=not sequence.looked_up)
+        sequence.looked_up = True
         start, lock = 0, None
         if match is not None:
             start = match.state_position if resume else match.num_kv_tokens

@@ -66,6 +66,7 @@ class Sequence:
     pending: int = 0
     in_flight: int = 0
     released: bool = False
+    looked_up: bool = False
     branch_position: int = 0
     track_target: int | None = None
     num_cached_pages: int = 0

@@ -4,6 +4,7 @@
                the room is      each chunk's pages are posted        state and    the answer goes out,
                announced;       as soon as it is computed            metadata     pages and slot come
                decode opens it                                       are posted   back on `Released`
+               (or declines it: the answer goes out at once)
 
 A prompt is computed only once decode has opened its room, that is, has memory for it: a prefill rank whose slots are
 full of states that nobody can take would wait for decode, and decode for it.
@@ -25,7 +26,7 @@ from node.engine_host import EngineHost
 from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
 from node.transport_memory import host_allocator
-from transfer.events import Released, RoomFailed, RoomOpened, Sent
+from transfer.events import Released, RoomDeclined, RoomFailed, RoomOpened, Sent
 from transfer.sender import PrefillTransfer
 from transfer.transport import Transport, open_transport
 
@@ -101,6 +102,8 @@ class PrefillRole:
                         self.host.scheduler.add(room.sequence)
                 case RoomFailed(error=error):
                     self._fail(room, error)
+                case RoomDeclined():
+                    self._answer_declined(room)
                 case Sent():
                     self._answer(room, event)
                 case Released():
@@ -163,6 +166,11 @@ class PrefillRole:
         )
         finish = FinishReason(type="length", length=len(sequence.output_ids))
         self.host.emit(Emission(sequence=sequence, token=room.token, finish=finish), timing)
+
+    def _answer_declined(self, room: PrefillRoom) -> None:
+        """Decode holds enough of the prompt to compute the rest: a normal answer without a token ends this leg."""
+        finish = FinishReason(type="length", length=0)
+        self.host.emit(Emission(sequence=room.sequence, token=None, finish=finish), Timing())
 
     def _fail(self, room: PrefillRoom, error: ServingError) -> None:
         """End the request now; its memory waits for `Released`."""
