@@ -121,7 +121,7 @@ class Snapshots:
 def state_bytes(role: PrefillRole | DecodeRole, sequence: EngineSequence) -> tuple[Tensor, ...]:
     """Clones of (KV pages of the prompt, conv state, SSM state) of a sequence, all layers."""
     pools = role.host.runner.pools
-    num_pages = role.host.scheduler.pages_for(sequence.num_prompt_tokens)
+    num_pages = role.host.scheduler.memory.pages_for(sequence.num_prompt_tokens)
     assert sequence.slot is not None
     conv, ssm = pools.slot_state(sequence.slot)
     return pools.kv[:, :, sequence.page_table[:num_pages]].clone(), conv, ssm
