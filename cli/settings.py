@@ -64,6 +64,7 @@ class Setting:
             show_default=default not in (None, ""),
             hidden=self.hidden,
             help=self.help,
+            is_flag=self.kind is bool,
         )
 
 
@@ -104,7 +105,31 @@ NODE_SETTINGS = (
     Setting("engine", "max_total_tokens", ("--max-total-tokens",), int, "Tokens that all KV pages hold"),
     Setting("engine", "max_state_slots", ("--max-mamba-cache-size",), int, "State slots; slot 0 is reserved"),
     Setting("engine", "max_running_requests", ("--max-running-requests",), int, "Sequences decoded at once"),
-    Setting("engine", "chunked_prefill_size", ("--chunked-prefill-size",), int, "Prompt tokens computed in one step"),
+    Setting(
+        "engine",
+        "chunked_prefill_size",
+        ("--chunked-prefill-size",),
+        int,
+        "Prompt tokens computed in one step; -1: all",
+    ),
+    Setting(
+        "engine",
+        "mamba_scheduler_strategy",
+        ("--mamba-scheduler-strategy", "--mamba-radix-cache-strategy"),
+        ("no_buffer", "extra_buffer"),
+        "Which states are saved for prefix caching",
+    ),
+    Setting("engine", "mamba_track_interval", ("--mamba-track-interval",), int, "Tokens between states decode saves"),
+    Setting("engine", "disable_radix_cache", ("--disable-radix-cache",), bool, "Keep no prefixes"),
+    Setting("engine", "disable_overlap_schedule", ("--disable-overlap-schedule",), bool, "Plan a step after the last"),
+    Setting("engine", "enable_mixed_chunk", ("--enable-mixed-chunk",), bool, "Prefill and decode rows in one step"),
+    Setting(
+        "engine",
+        "local_prefill_max_tokens",
+        ("--local-prefill-max-tokens",),
+        int,
+        "Prompt tokens a decode node computes itself when it holds the rest",
+    ),
     Setting("engine", "context_length", ("--context-length",), int, "Longest sequence; the model's own by default"),
     Setting("engine", "threads", ("--threads",), int, "torch threads of the rank"),
     Setting("transfer", "transport", ("--transport",), TransportName, "What carries the state between nodes"),

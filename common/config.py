@@ -49,7 +49,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of the pools and of a step. context_length None: the model's own. threads: of torch, in a rank."""
+    """Sizes of the pools and of a step, and how states are saved. context_length None: the model's own.
+
+    threads: of torch, in a rank. chunked_prefill_size -1: prompts are not cut. mamba_scheduler_strategy: no_buffer or
+    extra_buffer. mamba_track_interval: tokens between the states that decode saves. local_prefill_max_tokens: how much
+    of a prompt a decode node computes itself when it holds the rest.
+    """
 
     page_size: int = 16
     max_total_tokens: int = 65536
@@ -58,6 +63,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     chunked_prefill_size: int = 2048
     context_length: int | None = None
     threads: int = 1
+    mamba_scheduler_strategy: str = "extra_buffer"
+    mamba_track_interval: int = 256
+    disable_radix_cache: bool = False
+    disable_overlap_schedule: bool = False
+    enable_mixed_chunk: bool = False
+    local_prefill_max_tokens: int = 256
 
 
 class LoopbackFaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +157,10 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
     _positive("page_size", engine.page_size)
     _positive("max_total_tokens", engine.max_total_tokens)
     _positive("max_running_requests", engine.max_running_requests)
-    _positive("chunked_prefill_size", engine.chunked_prefill_size)
+    if engine.local_prefill_max_tokens < 0:
+        raise ConfigError(
+            f"--local-prefill-max-tokens {engine.local_prefill_max_tokens}: 0 or more", param="local_prefill_max_tokens"
+        )
     _positive("threads", engine.threads)
     if engine.context_length is not None:
         _positive("context_length", engine.context_length)
@@ -175,6 +189,8 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
         value = getattr(transfer, f"{name}_timeout_s")
         if not 0 < value < float("inf"):
             raise ConfigError(f"--{name}-timeout {value}: a positive number of seconds", param=f"{name}_timeout")
+    _positive("max_body_bytes", server.max_body_bytes)
+    _positive("fault_every", transfer.faults.every)
     for name, port in (("port", server.port), ("bootstrap_port", server.bootstrap_port)):
         if not 0 <= port <= 65535:
             raise ConfigError(f"--{name.replace('_', '-')} {port}: 0 to 65535", param=name)

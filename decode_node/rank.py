@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.config import NodeConfig
-from common.errors import AbortedError, CapacityError, ServingError, TransferError, WorkerError
+from common.errors import AbortedError, CapacityError, RequestError, ServingError, WorkerError
 from common.handoff import HandoffMetadata, RoomAddress
 from engine.scheduler import StepReport
 from engine.sequence import Sequence
@@ -27,17 +27,20 @@ from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
 from node.transport_memory import host_allocator
 from transfer.events import Committed, Released, RoomFailed
+from transfer.messages import TrackState
 from transfer.receiver import DecodeTransfer
 from transfer.transport import Transport, open_transport
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DecodeRoom:
-    """One hand-off. failed: the client has been told; only the memory is still out."""
+    """One hand-off. failed: the client has been told; only the memory is still out. track_slot: where the tracked state
+    is to come; None when there was no slot for it."""
 
     address: RoomAddress
     sequence: Sequence
     deadline_s: float
+    track_slot: int | None = None
     failed: bool = False
 
 
@@ -65,6 +68,7 @@ class DecodeRole:
             wake=waker,
             node_id=f"{config.server.host}:{config.server.port}/{rank}",
         )
+        self.local_prefill_max_tokens = config.engine.local_prefill_max_tokens
         self.reserving: deque[DecodeRoom] = deque()
         self.rooms: dict[int, DecodeRoom] = {}
         self.received: dict[str, Received] = {}
@@ -79,12 +83,26 @@ class DecodeRole:
         if message.room is None:
             self.host.scheduler.add(sequence)
             return
+        if self._prefills_itself(sequence):
+            self.transfer.decline(message.room, sequence.rid)
+            self.host.scheduler.add(sequence)
+            return
         deadline_s = time.monotonic() + self.config.first_token_timeout_s
         self.reserving.append(DecodeRoom(address=message.room, sequence=sequence, deadline_s=deadline_s))
 
     def abort(self, message: Abort) -> None:
         for sequence in self.host.select(message.rid):
             self._end(sequence, AbortedError(message.message))
+
+    def _prefills_itself(self, sequence: Sequence) -> bool:
+        """Whether so much of the prompt can be resumed here that the rest is cheaper to compute than to be sent.
+
+        The prompt's logprobs are the prefill leg's to report: such a request always takes both legs.
+        """
+        if sequence.first_logits_wanted is not None:
+            return False
+        start = self.host.scheduler.memory.resume_position(sequence)
+        return start > 0 and sequence.num_prompt_tokens - start <= self.local_prefill_max_tokens
 
     def _end(self, sequence: Sequence, error: ServingError) -> None:
         """End a sequence wherever it is. Memory in a lease stays there until `Released`."""
@@ -123,7 +141,7 @@ class DecodeRole:
                     self._fail(room, error)
                 case Released():
                     del self.rooms[event.room]
-                    self.host.scheduler.release(room.sequence)
+                    self._release(room)
         self._expire()
         self._reserve()
 
@@ -137,29 +155,32 @@ class DecodeRole:
         """Open rooms in order of arrival while pages, slots and places last; retracted sequences come first."""
         scheduler = self.host.scheduler
         while self.reserving and not scheduler.waiting:
-            room = self.reserving[0]
-            num_pages = scheduler.pages_for(room.sequence.num_prompt_tokens)
+            room, spare = self.reserving[0], len(scheduler.running)
             has_place = scheduler.num_active() + len(self.rooms) < scheduler.limits.max_running
-            if not (has_place and scheduler.has_memory_for(num_pages)):
+            if not has_place:
+                return
+            if not scheduler.memory.acquire(room.sequence, resume=False, keep_state=False, spare_pages=spare):
                 return
             self.reserving.popleft()
-            self._open(room, num_pages)
+            self._open(room)
 
-    def _open(self, room: DecodeRoom, num_pages: int) -> None:
+    def _open(self, room: DecodeRoom) -> None:
         scheduler, sequence = self.host.scheduler, room.sequence
-        sequence.page_table = scheduler.pages.allocate(num_pages, sequence.rid)
-        sequence.slot = scheduler.slots.allocate(sequence.rid)
+        assert sequence.slot is not None
+        sequence.num_local_cached_tokens = sequence.num_cached_pages * scheduler.limits.page_size
+        if scheduler.limits.tracks_prefill:
+            room.track_slot = scheduler.memory.take_track_slot(sequence)
         try:
             self.transfer.open(
                 room.address,
                 rid=sequence.rid,
                 pages=sequence.page_table,
                 slot=sequence.slot,
-                track_slot=None,
-                num_cached_pages=0,
+                track_slot=room.track_slot,
+                num_cached_pages=sequence.num_cached_pages,
             )
         except ServingError as error:
-            scheduler.release(sequence)
+            self._release(room)
             self.host.fail(sequence, error)
             return
         self.rooms[room.address.room] = room
@@ -176,10 +197,10 @@ class DecodeRole:
         del self.rooms[room.address.room]
         sequence, metadata = room.sequence, event.metadata
         if room.failed:
-            self.host.scheduler.release(sequence)
+            self._release(room)
             return
         if metadata.num_prompt_tokens != sequence.num_prompt_tokens:
-            self.host.scheduler.release(sequence)
+            self._release(room)
             self.host.fail(sequence, _other_prompt(sequence, metadata))
             return
         sequence.num_computed_tokens = metadata.num_prompt_tokens
@@ -188,8 +209,32 @@ class DecodeRole:
         self.received[sequence.rid] = Received(
             metadata=metadata, bytes_by_part=event.bytes_by_part, transfer_s=event.transfer_s
         )
+        self._cache_prompt(room, event)
         emission = self.host.scheduler.adopt(sequence, metadata.first_token)
         self._finish(StepReport(chunks=[], emissions=[emission], failures=[]))
+
+    def _cache_prompt(self, room: DecodeRoom, event: Committed) -> None:
+        """Keep the prompt up to its tracked position for the next turn of this conversation."""
+        sequence, slot, memory = room.sequence, room.track_slot, self.host.scheduler.memory
+        room.track_slot = None
+        if slot is None:
+            return
+        match event.track:
+            case TrackState.NONE:
+                memory.return_track_slot(slot)
+                return
+            case TrackState.SAME_AS_FINAL:
+                assert sequence.slot is not None
+                self.host.runner.copy_slots([sequence.slot], [slot])
+            case TrackState.RECEIVED:
+                pass
+        memory.donate(sequence, event.metadata.tracked_position, slot, ends_prompt=True, keep_state=False)
+
+    def _release(self, room: DecodeRoom) -> None:
+        if room.track_slot is not None:
+            self.host.scheduler.memory.return_track_slot(room.track_slot)
+            room.track_slot = None
+        self.host.scheduler.release(room.sequence)
 
     def _finish(self, report: StepReport) -> None:
         finish_local(self.host, report, self._timing)
@@ -222,8 +267,8 @@ class DecodeRole:
         self.transport.close()
 
 
-def _other_prompt(sequence: Sequence, metadata: HandoffMetadata) -> TransferError:
-    return TransferError(
+def _other_prompt(sequence: Sequence, metadata: HandoffMetadata) -> RequestError:
+    return RequestError(
         f"the prefill leg computed {metadata.num_prompt_tokens} prompt tokens, this leg has "
         f"{sequence.num_prompt_tokens}: the two legs were sent different prompts",
         code="prompt_mismatch",

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from engine.allocator import PageAllocator, SlotAllocator
 
@@ -223,6 +223,16 @@ class RadixCache:
             return False
         self._free_state(node)
         return True
+
+    def state(self) -> dict[str, int]:
+        """Sizes and counters, for /server_info."""
+        return {
+            "pages_cached": self.num_cached_pages,
+            "slots_cached": self.num_cached_slots,
+            "pages_evictable": self.num_evictable_pages,
+            "slots_evictable": self.num_evictable_slots,
+            **asdict(self.counters),
+        }
 
     # -- locks -------------------------------------------------------------------------------------
 

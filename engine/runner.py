@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.config import DType, EngineConfig, ModelConfig
+from common.errors import ConfigError
 from engine.batch import Row, build_batch
 from engine.model_config import HybridConfig
 from engine.nemotron_h import NemotronH
@@ -39,7 +40,7 @@ class ModelRunner:
 
         allocate: where the pools' memory comes from, see `StatePools`. Raises ConfigError.
         """
-        folder, device = Path(model_config.path), torch.device(model_config.device)
+        folder, device = Path(model_config.path), _device(model_config.device)
         dtype = _torch_dtype(model_config.dtype)
         config = HybridConfig.from_folder(folder)
         weights = load_weights(folder, config, dtype, device)
@@ -65,6 +66,22 @@ class ModelRunner:
         states to be kept.
         """
         return self._model.forward(build_batch(rows, page_size=self.pools.page_size, device=self._device))
+
+    @torch.inference_mode()
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy conv and SSM state of all layers, sources[i] to targets[i]."""
+        self.pools.copy_slots(sources, targets)
+
+
+def _device(name: str) -> torch.device:
+    """Raises ConfigError for a device that this machine or this torch does not have."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--device {name}: torch cannot use it here: {reason}", param="device") from error
+    return device
 
 
 def _torch_dtype(dtype: DType) -> torch.dtype:

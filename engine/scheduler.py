@@ -1,12 +1,20 @@
-"""Continuous batching: which sequences run in the next step, and who owns which page and slot.
+"""Continuous batching: which sequences run in the next step.
 
     add ──► waiting ──► prefilling ──► running ──► done
-               ▲        (in chunks)   │      │
+               ▲        (in pieces)   │      │
                └──────── retract ◄────┘      └── hold_after_prefill: held ──► release
     adopt (state received from another rank) ─► running
 
-One thread calls it; nothing else touches the sequences, the allocators or the pools. A step is either a prefill step
-(whole prompts or chunks of them, within the token budget) or one decode token for every running sequence.
+A step is planned, launched and, when the device has run it, applied:
+
+    plan k+1 ──► launch k+1 ──► (device runs k, then k+1) ──► apply k ──► plan k+2 …        with overlap
+    plan k ──► launch k ──► apply k ──► plan k+1 …                                           without
+
+With overlap a step is planned before the tokens of the step before it are known. What follows from them (an end, a
+stop string, an abort) is seen one step late: the sequence's row in the step in flight runs for nothing, its token is
+dropped, and its memory comes back when that step has landed.
+
+One thread calls this; nothing else touches the sequences or their memory.
 """
 
 from __future__ import annotations
@@ -14,36 +22,38 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
 
 from common.errors import CapacityError, ServingError
 from common.sampling import FinishReason, TokenLogprob
-from engine.allocator import PageAllocator, SlotAllocator
-from engine.batch import Row
-from engine.sampler import NonFiniteLogits, SampleRow, prompt_logprobs, sample
+from engine.batch import Row, Track
+from engine.device import Device, PlannedRow, PromptLogprobs, StepResult
+from engine.memory import SequenceMemory
 from engine.sequence import Emission, Phase, Sequence
 from engine.stopping import StopChecker
+from engine.tracking import decode_due, prefill_target, target_in_piece
 
-
-class Runner(Protocol):
-    """The part of `ModelRunner` that scheduling needs."""
-
-    def forward(self, rows: Seq[Row]) -> Tensor:
-        """Logits float32 [sum of num_logits, vocabulary]; the state of every row is advanced in the pools."""
-        ...
+PLACEHOLDER = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """prefill_budget: tokens a prefill step may take. prefill_grid: chunks end on its multiples (cache_chunk)."""
+    """prefill_budget: tokens a prefill step may take. cache_chunk: pieces end, and states are saved, on its multiples.
+
+    track_interval: tokens between the states that decode saves; None: it saves none. tracks_prefill: whether prefill
+    saves one. caches_final_state: a sequence that ends leaves its own state in the cache (no_buffer).
+    mixed: prefill and decode rows may share a step.
+    """
 
     page_size: int
     prefill_budget: int
-    prefill_grid: int
+    cache_chunk: int
     max_running: int
+    track_interval: int | None
+    tracks_prefill: bool
+    caches_final_state: bool
+    mixed: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,33 +85,49 @@ class StepReport:
     failures: list[tuple[Sequence, ServingError]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """One sequence's row in a planned step. chunk: what it prefills, None for a decode row."""
+
+    sequence: Sequence
+    chunk: Chunk | None
+    track: Track | None
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launched:
+    shares: list[_Share]
+    result: Future[StepResult]
+
+
 class Scheduler:
     """hold_after_prefill: a prefill rank's scheduler, which parks a sequence once its first token is known."""
 
     def __init__(
         self,
         *,
-        runner: Runner,
-        pages: PageAllocator,
-        slots: SlotAllocator,
+        device: Device,
+        memory: SequenceMemory,
         stopping: StopChecker,
-        eos_ids: frozenset[int],
         limits: Limits,
+        overlap: bool,
         hold_after_prefill: bool,
     ) -> None:
-        self.runner = runner
-        self.pages = pages
-        self.slots = slots
+        self.device = device
+        self.memory = memory
         self.stopping = stopping
-        self.eos_ids = eos_ids
         self.limits = limits
+        self.overlap = overlap
         self.hold_after_prefill = hold_after_prefill
         self.counters = Counters()
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._in_flight: _Launched | None = None
+        self._failures: list[tuple[Sequence, ServingError]] = []
 
-    # -- entering and leaving ----------------------------------------------------------------------
+    # -- entering and leaving --------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose prompt is to be computed here."""
@@ -117,7 +143,7 @@ class Scheduler:
         return emission
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence wherever it stands; its pages and slot stay its own until `release`."""
+        """Forget a sequence wherever it stands; its memory stays its own until `release`."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         for queue in (self.prefilling, self.running):
@@ -126,259 +152,297 @@ class Scheduler:
         sequence.phase = Phase.DONE
 
     def release(self, sequence: Sequence) -> None:
-        """Give back the pages and the slot of a sequence that no step and no transfer uses any more."""
-        if sequence.page_table:
-            self.pages.free(sequence.page_table)
-            sequence.page_table = []
-        if sequence.slot is not None:
-            self.slots.free(sequence.slot)
-            sequence.slot = None
+        """Give back the memory of a sequence that no transfer uses any more, as soon as no step does."""
+        sequence.released = True
+        if sequence.in_flight == 0:
+            self.memory.release(sequence)
 
     def num_active(self) -> int:
         return len(self.prefilling) + len(self.running)
 
     def has_work(self) -> bool:
-        return bool(self.waiting or self.prefilling or self.running)
+        return bool(self.waiting or self.prefilling or self.running or self._in_flight)
 
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.page_size)
-
-    def has_memory_for(self, num_pages: int) -> bool:
-        """Whether a sequence with so many pages may enter. Every running one keeps a page to grow into, so that what
-        was retracted does not come back only to be retracted again."""
-        growth = len(self.running)
-        return self.slots.can_allocate() and self.pages.can_allocate(num_pages + growth)
-
-    # -- one step ----------------------------------------------------------------------------------
+    # -- one step --------------------------------------------------------------------------------
 
     def step(self) -> StepReport | None:
-        """Run one batch. None when there is nothing that can run."""
+        """Plan and launch the next step and report one that has run. None when there is nothing that can run."""
+        launched = self._launch()
+        if self.overlap:
+            launched, self._in_flight = self._in_flight, launched
+        if launched is not None:
+            return self._apply(launched)
+        if self._in_flight is None and not self._failures:
+            return None
+        return self._report([], [], [])
+
+    def _launch(self) -> _Launched | None:
+        shares = self._plan()
+        if not shares:
+            return None
+        rows = [_planned_row(share) for share in shares]
+        for share in shares:
+            self._advance(share)
+        self._count(shares)
+        return _Launched(shares=shares, result=self.device.launch(rows))
+
+    def _advance(self, share: _Share) -> None:
+        """Move the sequence to where it will be once this step has run."""
+        sequence = share.sequence
+        sequence.in_flight += 1
+        sequence.pending += share.samples
+        if share.chunk is None:
+            sequence.num_computed_tokens += 1
+            return
+        sequence.num_computed_tokens = share.chunk.end
+        if not _is_complete(share):
+            return
+        self.prefilling.remove(sequence)
+        if share.samples and not self.hold_after_prefill:
+            sequence.phase = Phase.RUNNING
+            self.running.append(sequence)
+        else:
+            sequence.phase = Phase.HELD
+
+    def _count(self, shares: Seq[_Share]) -> None:
+        prefilled = sum(share.chunk.end - share.chunk.start for share in shares if share.chunk)
+        decoded = sum(share.chunk is None for share in shares)
+        self.counters.prefill_tokens_computed += prefilled
+        self.counters.decode_tokens_computed += decoded
+        self.counters.prefill_steps += prefilled > 0
+        self.counters.decode_steps += decoded > 0
+
+    # -- planning --------------------------------------------------------------------------------
+
+    def _plan(self) -> list[_Share]:
         self._admit()
-        if self.prefilling:
-            return self._prefill_step()
-        if self.running:
-            return self._decode_step()
-        return None
+        shares = self._plan_prefill()
+        if not shares or self.limits.mixed:
+            shares += self._plan_decode()
+        return shares
 
     def _admit(self) -> None:
-        """Move waiting sequences to prefilling, in order, while pages, slots and places last."""
+        """Move waiting sequences to prefilling, in order, while memory and places last. Every running one keeps a page
+        to grow into, so that what was retracted does not come back only to be retracted again."""
         while self.waiting and self.num_active() < self.limits.max_running:
             sequence = self.waiting[0]
-            num_pages = self.pages_for(sequence.num_tokens)
-            if not self.has_memory_for(num_pages):
+            if not self._acquire(sequence):
                 return
             self.waiting.popleft()
-            sequence.page_table = self.pages.allocate(num_pages, sequence.rid)
-            sequence.slot = self.slots.allocate(sequence.rid)
-            sequence.num_computed_tokens = 0
+            start, end = sequence.num_computed_tokens, sequence.num_tokens
+            if not sequence.output_ids:
+                sequence.num_cached_tokens = start
+            sequence.track_target = self._target(start, end, sequence.branch_position)
             sequence.phase = Phase.PREFILL
-            if sequence.prefill_start_s is None:
-                sequence.prefill_start_s = time.monotonic()
+            sequence.prefill_start_s = sequence.prefill_start_s or time.monotonic()
             self.prefilling.append(sequence)
 
-    def _plan_chunks(self) -> list[Chunk]:
-        """Share the token budget in order; every chunk but a sequence's last ends on the grid."""
-        budget, chunks = self.limits.prefill_budget, []
+    def _acquire(self, sequence: Sequence) -> bool:
+        keep, spare = self.hold_after_prefill, len(self.running)
+        return self.memory.acquire(sequence, resume=True, keep_state=keep, spare_pages=spare)
+
+    def _target(self, start: int, end: int, branch: int) -> int | None:
+        if not self.limits.tracks_prefill:
+            return None
+        return prefill_target(start, end, cache_chunk=self.limits.cache_chunk, branch=branch)
+
+    def _plan_prefill(self) -> list[_Share]:
+        """Share the token budget in order; every piece but a sequence's last ends on a multiple of cache_chunk."""
+        budget, shares = self.limits.prefill_budget, []
         for sequence in self.prefilling:
             start = sequence.num_computed_tokens
             end = min(sequence.num_tokens, start + budget)
             if end < sequence.num_tokens:
-                end -= end % self.limits.prefill_grid
+                end -= end % self.limits.cache_chunk
             if end <= start:
                 break
-            chunks.append(Chunk(sequence=sequence, start=start, end=end))
+            target = target_in_piece(start, end, sequence.track_target)
+            shares.append(
+                _Share(
+                    sequence=sequence,
+                    chunk=Chunk(sequence=sequence, start=start, end=end),
+                    track=None if target is None else self._track(sequence, target),
+                    samples=end == sequence.num_tokens and sequence.sampling.max_new_tokens > 0,
+                )
+            )
             budget -= end - start
-        return chunks
+        return shares
 
-    def _prefill_step(self) -> StepReport:
-        chunks = self._plan_chunks()
-        rows = [
-            Row(
-                token_ids=c.sequence.tokens(c.start, c.end),
-                start=c.start,
-                page_table=c.sequence.page_table,
-                slot=_slot(c.sequence),
-                num_logits=_num_logits(c),
-                track=None,
-            )
-            for c in chunks
-        ]
-        logits = self.runner.forward(rows)
-        self.counters.prefill_steps += 1
-        self.counters.prefill_tokens_computed += sum(c.end - c.start for c in chunks)
-        last_rows, complete, at = [], [], 0
-        for chunk, row in zip(chunks, rows, strict=True):
-            sequence = chunk.sequence
-            sequence.num_computed_tokens = chunk.end
-            _record_prompt_logprobs(chunk, logits[at : at + row.num_logits])
-            at += row.num_logits
-            if chunk.end == sequence.num_tokens:
-                complete.append(sequence)
-                last_rows.append(at - 1)
-        emissions, failures = self._finish_prefill(complete, logits[last_rows])
-        return StepReport(chunks=chunks, emissions=emissions, failures=failures)
+    def _plan_decode(self) -> list[_Share]:
+        """A token for every running sequence that may have another one."""
+        due = [s for s in self.running if len(s.output_ids) + s.pending < s.sampling.max_new_tokens]
+        if not due or not self._make_room(due):
+            return []
+        shares = []
+        for sequence in due:
+            if sequence.phase is not Phase.RUNNING:  # retracted, or failed, to make room
+                continue
+            position, interval = sequence.num_computed_tokens + 1, self.limits.track_interval
+            saves = interval is not None and decode_due(position, interval)
+            track = self._track(sequence, position) if saves else None
+            shares.append(_Share(sequence=sequence, chunk=None, track=track, samples=True))
+        return shares
 
-    def _finish_prefill(
-        self, complete: list[Sequence], logits: Tensor
-    ) -> tuple[list[Emission], list[tuple[Sequence, ServingError]]]:
-        for sequence in complete:
-            self.prefilling.remove(sequence)
-            sequence.phase = Phase.HELD if self.hold_after_prefill else Phase.RUNNING
-            sequence.prefill_end_s = time.monotonic()
-        emissions, failures = self._sample(complete, logits)
-        if not self.hold_after_prefill:
-            self.running.extend(e.sequence for e in emissions if e.finish is None)
-        return emissions, failures
+    def _track(self, sequence: Sequence, position: int) -> Track | None:
+        slot = self.memory.take_track_slot(sequence)
+        return None if slot is None else Track(position=position, slot=slot)
 
-    def _decode_step(self) -> StepReport:
-        failures = self._make_room()
-        batch = list(self.running)
-        if not batch:
-            return StepReport(chunks=[], emissions=[], failures=failures)
-        rows = [
-            Row(
-                token_ids=s.output_ids[-1:],
-                start=s.num_computed_tokens,
-                page_table=s.page_table,
-                slot=_slot(s),
-                num_logits=1,
-                track=None,
-            )
-            for s in batch
-        ]
-        logits = self.runner.forward(rows)
-        self.counters.decode_steps += 1
-        self.counters.decode_tokens_computed += len(batch)
-        for sequence in batch:
-            sequence.num_computed_tokens += 1
-        emissions, sampling_failures = self._sample(batch, logits)
-        ended = {id(e.sequence) for e in emissions if e.finish} | {id(s) for s, _ in sampling_failures}
-        self.running = [s for s in self.running if id(s) not in ended]
-        return StepReport(chunks=[], emissions=emissions, failures=failures + sampling_failures)
+    # -- pages for the next token ----------------------------------------------------------------
 
-    # -- pages for the next token ------------------------------------------------------------------
+    def _make_room(self, due: Seq[Sequence]) -> bool:
+        """Give every sequence the page of its next position; retract the latest arrivals when none is left.
 
-    def _make_room(self) -> list[tuple[Sequence, ServingError]]:
-        """Give every running sequence the page of its next position; retract the latest arrivals when none is left."""
-        failures: list[tuple[Sequence, ServingError]] = []
-        for sequence in sorted(self.running, key=lambda s: s.arrival_s):
-            while sequence.phase is Phase.RUNNING and not self._grow(sequence):
-                victim = max(self.running, key=lambda s: s.arrival_s)
-                if self.pages_for(victim.num_computed_tokens + 1) > self.pages.num_usable:
-                    self.remove(victim)
-                    failures.append((victim, CapacityError("the answer outgrew every page of this rank")))
-                else:
-                    self.retract(victim)
-        return failures
-
-    def _grow(self, sequence: Sequence) -> bool:
-        missing = self.pages_for(sequence.num_computed_tokens + 1) - len(sequence.page_table)
-        if missing <= 0:
-            return True
-        if not self.pages.can_allocate(missing):
-            return False
-        last = sequence.page_table[-1]
-        sequence.page_table.extend(self.pages.allocate(missing, sequence.rid, after=last))
+        False when that has to wait: what a step in flight uses cannot be taken from it.
+        """
+        for sequence in sorted(due, key=lambda s: s.arrival_s):
+            while sequence.phase is Phase.RUNNING and not self.memory.grow(sequence, sequence.num_computed_tokens + 1):
+                if self._in_flight is not None:
+                    return False
+                self._give_up_latest()
         return True
 
+    def _give_up_latest(self) -> None:
+        """Retract the latest arrival, be it the only one: others may hold pages, a prompt or a room. One that needs
+        more pages than there are fails."""
+        victim = max(self.running, key=lambda s: s.arrival_s)
+        if self.memory.pages_for(victim.num_computed_tokens + 1) <= self.memory.pages.num_usable:
+            self.retract(victim)
+            return
+        self.remove(victim)
+        self._failures.append((victim, CapacityError("the answer outgrew every page of this rank")))
+
     def retract(self, sequence: Sequence) -> None:
-        """Give up a running sequence's memory; prompt and answer so far are prefilled again when there is room."""
+        """Give up a running sequence's memory. It is prefilled again from its last saved state when there is room."""
+        assert sequence.in_flight == 0
         self.running.remove(sequence)
-        self.release(sequence)
-        sequence.num_computed_tokens = 0
+        self.memory.release(sequence)
         sequence.phase = Phase.WAITING
         self.waiting.appendleft(sequence)
         self.counters.retractions += 1
 
-    # -- tokens ------------------------------------------------------------------------------------
+    # -- applying --------------------------------------------------------------------------------
 
-    def _sample(
-        self, sequences: list[Sequence], logits: Tensor
-    ) -> tuple[list[Emission], list[tuple[Sequence, ServingError]]]:
-        """One token for each sequence. Rows with non-finite logits fail alone."""
-        empty = [s for s in sequences if s.sampling.max_new_tokens == 0]
-        emissions = [
-            Emission(sequence=s, token=None, finish=_end(s, FinishReason(type="length", length=0))) for s in empty
-        ]
-        keep = [i for i, s in enumerate(sequences) if s.sampling.max_new_tokens > 0]
+    def _apply(self, launched: _Launched) -> StepReport:
+        """Take in what a step has made. Of sequences that ended meanwhile nothing is taken."""
+        result = launched.result.result()
+        chunks: list[Chunk] = []
+        emissions: list[Emission] = []
         failures: list[tuple[Sequence, ServingError]] = []
-        while keep:
-            rows = [_sample_row(sequences[i]) for i in keep]
-            try:
-                tokens = sample(logits[keep], rows, eos_ids=self.eos_ids)
-            except NonFiniteLogits as error:
-                broken = {keep[row] for row in error.rows}
-                failures += [(sequences[i], error) for i in broken]
-                keep = [i for i in keep if i not in broken]
+        for share in launched.shares:
+            sequence = share.sequence
+            sequence.in_flight -= 1
+            sequence.pending -= share.samples
+            if sequence.phase is Phase.DONE:
+                self._drop(share)
                 continue
-            emissions += [self._accept_token(sequences[i], token) for i, token in zip(keep, tokens, strict=True)]
-            break
-        for sequence, _ in failures:
-            sequence.phase = Phase.DONE
-        return emissions, failures
+            if share.track is not None:
+                self._donate(share, share.track)
+            if share.chunk is not None:
+                chunks.append(share.chunk)
+                _record_prompt_logprobs(sequence, result.prompt_logprobs.get(id(sequence)))
+            if id(sequence) in result.failed:
+                self.remove(sequence)
+                failures.append((sequence, result.failed[id(sequence)]))
+            elif _is_complete(share) or share.chunk is None:
+                emissions.append(self._take_token(share, result.tokens.get(id(sequence))))
+        return self._report(chunks, emissions, failures)
+
+    def _report(
+        self, chunks: list[Chunk], emissions: list[Emission], failures: list[tuple[Sequence, ServingError]]
+    ) -> StepReport:
+        early, self._failures = self._failures, []
+        return StepReport(chunks=chunks, emissions=emissions, failures=early + failures)
+
+    def _drop(self, share: _Share) -> None:
+        """The row ran for nothing: its sequence had ended."""
+        if share.track is not None:
+            self.memory.return_track_slot(share.track.slot)
+        if share.sequence.released and share.sequence.in_flight == 0:
+            self.memory.release(share.sequence)
+
+    def _donate(self, share: _Share, track: Track) -> None:
+        self.memory.donate(
+            share.sequence,
+            track.position,
+            track.slot,
+            ends_prompt=share.chunk is not None,
+            keep_state=self.hold_after_prefill,
+        )
+
+    def _take_token(self, share: _Share, token: TokenLogprob | None) -> Emission:
+        sequence = share.sequence
+        if share.chunk is not None:
+            sequence.prefill_end_s = time.monotonic()
+        if token is None:  # max_new_tokens is 0
+            return self._finish(sequence, None, FinishReason(type="length", length=0))
+        return self._accept_token(sequence, token)
 
     def _accept_token(self, sequence: Sequence, token: TokenLogprob) -> Emission:
         if sequence.sampling.max_new_tokens == 0:
-            return Emission(sequence=sequence, token=None, finish=_end(sequence, FinishReason(type="length", length=0)))
+            return self._finish(sequence, None, FinishReason(type="length", length=0))
         sequence.output_ids.append(token.token_id)
         if self.hold_after_prefill:
             return Emission(sequence=sequence, token=token, finish=None)
         finish = self.stopping.check(sequence.sampling, sequence.output_ids)
-        if finish is not None:
-            _end(sequence, finish)
+        return self._finish(sequence, token, finish)
+
+    def _finish(self, sequence: Sequence, token: TokenLogprob | None, finish: FinishReason | None) -> Emission:
+        if finish is not None and not self.hold_after_prefill:
+            if self.limits.caches_final_state and sequence.in_flight == 0:
+                self.memory.donate_final(sequence)
+            self.remove(sequence)
         return Emission(sequence=sequence, token=token, finish=finish)
 
 
-def _end(sequence: Sequence, finish: FinishReason) -> FinishReason:
-    sequence.phase = Phase.DONE
-    return finish
+def _record_prompt_logprobs(sequence: Sequence, found: list[TokenLogprob] | None) -> None:
+    if not sequence.prompt_logprobs and sequence.first_logits_wanted is not None and sequence.logprobs.start_len == 0:
+        sequence.prompt_logprobs.append(TokenLogprob(logprob=None, token_id=sequence.prompt_ids[0]))
+    sequence.prompt_logprobs += found or []
 
 
-def _slot(sequence: Sequence) -> int:
+def _is_complete(share: _Share) -> bool:
+    return share.chunk is not None and share.chunk.end == share.sequence.num_tokens
+
+
+def _planned_row(share: _Share) -> PlannedRow:
+    sequence, chunk = share.sequence, share.chunk
+    waits = chunk is None and sequence.pending > 0
+    prompt, num_prompt_logits = (None, 0) if chunk is None else _prompt_logprobs(chunk)
     assert sequence.slot is not None
-    return sequence.slot
-
-
-def _sample_row(sequence: Sequence) -> SampleRow:
-    return SampleRow(
-        params=sequence.sampling,
+    if chunk is not None:
+        token_ids = sequence.tokens(chunk.start, chunk.end)
+    else:
+        token_ids = [PLACEHOLDER] if waits else sequence.output_ids[-1:]
+    return PlannedRow(
+        key=id(sequence),
+        row=Row(
+            token_ids=token_ids,
+            start=sequence.num_computed_tokens,
+            page_table=list(sequence.page_table),
+            slot=sequence.slot,
+            num_logits=max(num_prompt_logits, int(share.samples)),
+            track=share.track,
+        ),
+        waits=waits,
+        samples=share.samples,
+        sampling=sequence.sampling,
         logprobs=sequence.logprobs,
         prompt_ids=sequence.prompt_ids,
-        output_ids=sequence.output_ids,
+        output_ids=list(sequence.output_ids),
+        prompt=prompt,
     )
 
 
-def _first_wanted(sequence: Sequence) -> int | None:
-    """The first position whose logits the prompt's logprobs need; None when none are wanted."""
-    options = sequence.logprobs
-    if not options.wanted or options.start_len < 0 or options.start_len >= sequence.num_prompt_tokens:
-        return None
-    return max(0, options.start_len - 1)
-
-
-def _num_logits(chunk: Chunk) -> int:
-    """How many of the chunk's last tokens need logits: for the next token, and for the prompt's logprobs."""
-    sequence = chunk.sequence
-    last = 1 if chunk.end == sequence.num_tokens else 0
-    first = _first_wanted(sequence)
-    if first is None or len(sequence.prompt_logprobs) >= sequence.num_prompt_tokens - sequence.logprobs.start_len:
-        return last
-    return max(last, chunk.end - max(first, chunk.start))
-
-
-def _record_prompt_logprobs(chunk: Chunk, logits: Tensor) -> None:
-    """Append what this chunk says about the prompt. logits: [k, vocabulary], of the chunk's last k positions."""
+def _prompt_logprobs(chunk: Chunk) -> tuple[PromptLogprobs | None, int]:
+    """What this piece says about the prompt's tokens, and how many of its last positions need logits for it."""
     sequence, options = chunk.sequence, chunk.sequence.logprobs
-    first = _first_wanted(sequence)
-    if first is None or not len(logits):
-        return
-    known = options.start_len + len(sequence.prompt_logprobs)
-    if known == 0:
-        sequence.prompt_logprobs.append(TokenLogprob(logprob=None, token_id=sequence.prompt_ids[0]))
-        known = 1
-    offset = chunk.end - len(logits)  # position of logits[0]; row r speaks of position offset + r + 1
-    end = min(chunk.end + 1, sequence.num_prompt_tokens)
-    if end <= known:
-        return
-    rows = logits[known - 1 - offset : end - 1 - offset]
-    sequence.prompt_logprobs += prompt_logprobs(rows, sequence.prompt_ids[known:end], options.top_num)
+    first = sequence.first_logits_wanted
+    if first is None or sequence.knows_prompt_logprobs:
+        return None, 0
+    # The logits of position i speak of the token at i + 1.
+    low, high = max(chunk.start, first), min(chunk.end, sequence.num_prompt_tokens - 1)
+    if low >= high:
+        return None, 0
+    count = chunk.end - low
+    wanted = PromptLogprobs(token_ids=sequence.prompt_ids[low + 1 : high + 1], first_row=0, top_num=options.top_num)
+    return wanted, count

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
+from engine.radix_cache import Lock
 
 
 class Phase(enum.Enum):
@@ -22,14 +23,30 @@ class Phase(enum.Enum):
     DONE = "done"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The newest saved state of a sequence, the radix cache's now: after `position` tokens, in `slot`.
+
+    lock protects the pages up to there, and where `keep_state` was asked the state as well.
+    """
+
+    position: int
+    slot: int
+    lock: Lock
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
     """Filled by the front (the first five fields), then only by the scheduler thread.
 
-    page_table: the pages of positions 0, page_size, 2·page_size …, in order; owned by this sequence.
+    page_table: the pages of positions 0, page_size, 2·page_size …, in order. own_pages: those of them that it owns;
+    the others are the radix cache's, protected by `locks` and `checkpoint`.
     slot: its conv and SSM state; None while it owns no memory.
-    num_computed_tokens: the position that pages and slot stand for. While RUNNING the newest output token is not
-    computed yet: num_computed_tokens == len(prompt_ids) + len(output_ids) - 1.
+    num_computed_tokens: the position that pages and slot stand for once every planned step has run. While RUNNING the
+    newest token is not computed yet: num_computed_tokens == len(prompt_ids) + len(output_ids) + pending - 1.
+    pending: tokens that planned steps sample and that are not in output_ids yet. in_flight: planned steps that have not
+    landed. released: its memory is to be given back when the last of them has.
+    track_target: the position whose state prefill saves; branch_position: what the cache's match asked for.
     prompt_logprobs: positions `logprobs.start_len` … as far as they are known.
     """
 
@@ -41,7 +58,19 @@ class Sequence:
     phase: Phase = Phase.WAITING
     output_ids: list[int] = field(default_factory=list)
     page_table: list[int] = field(default_factory=list)
+    own_pages: set[int] = field(default_factory=set)
+    locks: list[Lock] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None
     slot: int | None = None
+    extra_key: str | None = None
+    pending: int = 0
+    in_flight: int = 0
+    released: bool = False
+    looked_up: bool = False
+    branch_position: int = 0
+    track_target: int | None = None
+    num_cached_pages: int = 0
+    num_local_cached_tokens: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -64,6 +93,18 @@ class Sequence:
         if start >= n:
             return self.output_ids[start - n : end - n]
         return self.prompt_ids[start:] + self.output_ids[: end - n]
+
+    @property
+    def first_logits_wanted(self) -> int | None:
+        """The first position whose logits the prompt's logprobs need; None when none are wanted."""
+        options = self.logprobs
+        if not options.wanted or options.start_len < 0 or options.start_len >= self.num_prompt_tokens:
+            return None
+        return max(0, options.start_len - 1)
+
+    @property
+    def knows_prompt_logprobs(self) -> bool:
+        return len(self.prompt_logprobs) >= self.num_prompt_tokens - self.logprobs.start_len
 
     @property
     def queue_s(self) -> float:

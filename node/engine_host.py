@@ -15,11 +15,15 @@ from common.config import EngineConfig, NodeConfig
 from common.errors import ConfigError, ErrorRecord, RequestError, ServingError
 from common.sampling import TokenLogprob
 from engine.allocator import PageAllocator, SlotAllocator
+from engine.device import Device
+from engine.memory import SequenceMemory
 from engine.model_config import HybridConfig
+from engine.radix_cache import RadixCache
 from engine.runner import ModelRunner
 from engine.scheduler import Limits, Scheduler, StepReport
 from engine.sequence import Emission, Sequence
 from engine.stopping import StopChecker
+from engine.tracking import Strategy, Tracking, resolve_tracking
 from node.messages import Failure, FromRank, Query, Ready, Reply, Submit, Timing, Update, Updates
 from node.tokenizer import load_tokenizer
 
@@ -37,7 +41,7 @@ class EngineHost:
         self.config = config
         hybrid = HybridConfig.from_folder(config.model.path)
         num_pages = config.engine.max_total_tokens // config.engine.page_size
-        limits = resolve_limits(config.engine, hybrid)
+        tracking = resolve_states(config.engine, hybrid)
         self.context_length = resolve_context_length(config.engine, hybrid)
         self.runner = ModelRunner.load(
             config.model,
@@ -48,13 +52,22 @@ class EngineHost:
         )
         eos_ids = frozenset(hybrid.eos_token_ids)
         tokenizer = load_tokenizer(config.model.path)
+        pages, slots = PageAllocator(num_pages), SlotAllocator(config.engine.max_state_slots)
+        cache = None
+        if tracking.cache_chunk is not None:
+            cache = RadixCache(pages, slots, page_size=config.engine.page_size, cache_chunk=tracking.cache_chunk)
         self.scheduler = Scheduler(
-            runner=self.runner,
-            pages=PageAllocator(num_pages),
-            slots=SlotAllocator(config.engine.max_state_slots),
+            device=Device(self.runner, eos_ids, overlap=tracking.overlap),
+            memory=SequenceMemory(
+                pages=pages,
+                slots=slots,
+                cache=cache,
+                copy_slots=self.runner.copy_slots,
+                page_size=config.engine.page_size,
+            ),
             stopping=StopChecker(partial(tokenizer.decode, skip_special_tokens=False), eos_ids),
-            eos_ids=eos_ids,
-            limits=limits,
+            limits=resolve_limits(config.engine, tracking),
+            overlap=tracking.overlap,
             hold_after_prefill=hold_after_prefill,
         )
         self.sequences: dict[str, Sequence] = {}
@@ -72,6 +85,7 @@ class EngineHost:
             sampling=message.sampling,
             logprobs=message.logprobs,
             arrival_s=message.arrival_s,
+            extra_key=message.extra_key,
         )
         self.sequences[message.rid] = sequence
         return sequence
@@ -96,6 +110,7 @@ class EngineHost:
                 token_ids=[] if token is None else [token.token_id],
                 logprobs=[token] if token is not None and sequence.logprobs.wanted else [],
                 num_cached_tokens=sequence.num_cached_tokens,
+                num_local_cached_tokens=sequence.num_local_cached_tokens,
                 input_logprobs=self._input_logprobs(sequence),
                 finish=emission.finish,
                 timing=timing,
@@ -138,13 +153,16 @@ class EngineHost:
 
     def max_request_tokens(self) -> int:
         """The longest prompt and answer together that the pages can hold when nothing else runs."""
-        return (self.scheduler.pages.num_usable) * self.scheduler.limits.page_size
+        return (self.scheduler.memory.pages.num_usable) * self.scheduler.limits.page_size
 
     def answer_query(self, message: Query, *, idle: bool, extra_state: dict[str, object]) -> None:
         match message.what:
             case "state":
                 reply = Reply(ticket=message.ticket, payload={**self.state(), **extra_state})
             case "flush":
+                idle = idle and not self.scheduler.has_work()
+                if idle:
+                    self.scheduler.memory.flush()
                 reply = Reply(ticket=message.ticket, payload={}, error=None if idle else _busy())
             case unknown:
                 reply = Reply(
@@ -153,39 +171,49 @@ class EngineHost:
         self.outbox.append(reply)
 
     def state(self) -> dict[str, object]:
-        scheduler = self.scheduler
+        """Counters and pools of this rank, as /server_info shows them."""
+        scheduler, memory = self.scheduler, self.scheduler.memory
         return {
             **asdict(scheduler.counters),
+            **asdict(memory.counters),
             "num_waiting": len(scheduler.waiting),
             "num_prefilling": len(scheduler.prefilling),
             "num_running": len(scheduler.running),
-            "pages_total": scheduler.pages.num_usable,
-            "pages_free": scheduler.pages.num_free,
-            "slots_total": scheduler.slots.num_usable,
-            "slots_free": scheduler.slots.num_free,
+            "pages_total": memory.pages.num_usable,
+            "pages_free": memory.pages.num_free,
+            "pages_cached": 0 if memory.cache is None else memory.cache.num_cached_pages,
+            "slots_total": memory.slots.num_usable,
+            "slots_free": memory.slots.num_free,
+            "slots_cached": 0 if memory.cache is None else memory.cache.num_cached_slots,
+            "cache": None if memory.cache is None else memory.cache.state(),
         }
 
 
-def resolve_limits(engine: EngineConfig, hybrid: HybridConfig) -> Limits:
-    """Raises ConfigError when page size and scan chunk do not nest, or when the prefill budget is below both."""
-    chunk, page = hybrid.chunk_size, engine.page_size
-    cache_chunk = max(chunk, page)
-    if cache_chunk % min(chunk, page):
-        raise ConfigError(
-            f"--page-size {page}: it must divide the model's chunk of {chunk} tokens, or be a multiple of it",
-            param="page_size",
-        )
-    if engine.chunked_prefill_size < cache_chunk:
-        raise ConfigError(
-            f"--chunked-prefill-size {engine.chunked_prefill_size}: at least {cache_chunk} "
-            f"(the larger of the model's chunk {chunk} and the page size {page})",
-            param="chunked_prefill_size",
-        )
+def resolve_states(engine: EngineConfig, hybrid: HybridConfig) -> Tracking:
+    """Which states are saved and where. Raises ConfigError for settings that do not go together."""
+    return resolve_tracking(
+        strategy=engine.mamba_scheduler_strategy,
+        radix_cache=not engine.disable_radix_cache,
+        overlap=not engine.disable_overlap_schedule,
+        chunk=hybrid.chunk_size,
+        page_size=engine.page_size,
+        chunked_prefill_size=engine.chunked_prefill_size,
+        track_interval=engine.mamba_track_interval,
+    )
+
+
+def resolve_limits(engine: EngineConfig, tracking: Tracking) -> Limits:
+    """What the scheduler keeps to. Without pieces the budget is whatever the pages hold."""
+    budget, grid = engine.chunked_prefill_size, tracking.prefill_grid
     return Limits(
-        page_size=page,
-        prefill_budget=engine.chunked_prefill_size - engine.chunked_prefill_size % cache_chunk,
-        prefill_grid=cache_chunk,
+        page_size=engine.page_size,
+        prefill_budget=max(grid, engine.max_total_tokens if budget == -1 else budget - budget % grid),
+        cache_chunk=grid,
         max_running=engine.max_running_requests,
+        track_interval=tracking.track_interval if tracking.radix_cache else None,
+        tracks_prefill=tracking.radix_cache and tracking.strategy is Strategy.EXTRA_BUFFER,
+        caches_final_state=tracking.radix_cache and tracking.strategy is Strategy.NO_BUFFER,
+        mixed=engine.enable_mixed_chunk,
     )
 
 

@@ -15,6 +15,8 @@ from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenL
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A new sequence. room: set on both legs of a disaggregated request, None when this node serves alone.
 
+    extra_key: prefixes are shared only among requests with the same one.
+
     arrival_s: `time.monotonic()` of the front when the request came in.
     """
 
@@ -24,6 +26,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     logprobs: LogprobOptions
     room: RoomAddress | None
     arrival_s: float
+    extra_key: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -61,6 +64,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """New tokens of one sequence. `finish` and `timing` are set on its last update only.
 
     token_ids: only the new ones. logprobs: one for each of them when asked for, otherwise empty.
+    num_cached_tokens: prompt tokens that the rank which computed the rest did not compute; num_local_cached_tokens:
+    those whose KV this rank held already, on a decode rank that had the rest sent.
     input_logprobs: the prompt's, on the first update, when asked for (positions start_len .. n - 1).
     """
 
@@ -68,6 +73,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token_ids: list[int]
     logprobs: list[TokenLogprob]
     num_cached_tokens: int
+    num_local_cached_tokens: int = 0
     input_logprobs: list[TokenLogprob] | None = None
     finish: FinishReason | None = None
     timing: Timing | None = None

@@ -4,6 +4,7 @@
                the room is      each chunk's pages are posted        state and    the answer goes out,
                announced;       as soon as it is computed            metadata     pages and slot come
                decode opens it                                       are posted   back on `Released`
+               (or declines it: the answer goes out at once)
 
 A prompt is computed only once decode has opened its room, that is, has memory for it: a prefill rank whose slots are
 full of states that nobody can take would wait for decode, and decode for it.
@@ -25,7 +26,7 @@ from node.engine_host import EngineHost
 from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
 from node.transport_memory import host_allocator
-from transfer.events import Released, RoomFailed, RoomOpened, Sent
+from transfer.events import Released, RoomDeclined, RoomFailed, RoomOpened, Sent
 from transfer.sender import PrefillTransfer
 from transfer.transport import Transport, open_transport
 
@@ -72,7 +73,8 @@ class PrefillRole:
         sequence = self.host.new_sequence(message)
         room = PrefillRoom(room=message.room.room, sequence=sequence)
         try:
-            self.transfer.expect(room.room, message.rid, self.config.bootstrap_timeout_s)
+            # A full decode node opens the room late: this waits as long as the client does.
+            self.transfer.expect(room.room, message.rid, self.config.first_token_timeout_s)
         except ServingError as error:
             self.host.fail(sequence, error)
             return
@@ -100,6 +102,8 @@ class PrefillRole:
                         self.host.scheduler.add(room.sequence)
                 case RoomFailed(error=error):
                     self._fail(room, error)
+                case RoomDeclined():
+                    self._answer_declined(room)
                 case Sent():
                     self._answer(room, event)
                 case Released():
@@ -122,9 +126,11 @@ class PrefillRole:
             self._fail(room, error)
 
     def _send_pages(self, chunk: Chunk) -> None:
-        """Post the pages that this chunk filled. Every chunk but the last ends on a page, so none is sent twice."""
+        """Post the pages that this chunk filled, before the first one those that the cache had. Every chunk but the
+        last ends on a page, so none is sent twice."""
         page_size = self.host.scheduler.limits.page_size
-        first, end = chunk.start // page_size, math.ceil(chunk.end / page_size)
+        is_first = chunk.start == chunk.sequence.num_cached_tokens
+        first, end = 0 if is_first else chunk.start // page_size, math.ceil(chunk.end / page_size)
         room = self.by_rid[chunk.sequence.rid]
         self.transfer.send_pages(room.room, first, chunk.sequence.page_table[first:end])
 
@@ -133,7 +139,8 @@ class PrefillRole:
         room = self.by_rid[sequence.rid]
         room.token = emission.token
         assert sequence.slot is not None
-        self.transfer.send_state(room.room, sequence.slot, None)
+        saved = sequence.checkpoint
+        self.transfer.send_state(room.room, sequence.slot, saved.slot if saved else None)
         self.transfer.commit(
             room.room,
             HandoffMetadata(
@@ -141,7 +148,7 @@ class PrefillRole:
                 rid=sequence.rid,
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 num_cached_tokens=sequence.num_cached_tokens,
-                tracked_position=-1,
+                tracked_position=saved.position if saved else -1,
                 first_token=emission.token or NO_TOKEN,
                 sampling_seed=sequence.sampling.sampling_seed,
                 queue_s=sequence.queue_s,
@@ -159,6 +166,11 @@ class PrefillRole:
         )
         finish = FinishReason(type="length", length=len(sequence.output_ids))
         self.host.emit(Emission(sequence=sequence, token=room.token, finish=finish), timing)
+
+    def _answer_declined(self, room: PrefillRoom) -> None:
+        """Decode holds enough of the prompt to compute the rest: a normal answer without a token ends this leg."""
+        finish = FinishReason(type="length", length=0)
+        self.host.emit(Emission(sequence=room.sequence, token=None, finish=finish), Timing())
 
     def _fail(self, room: PrefillRoom, error: ServingError) -> None:
         """End the request now; its memory waits for `Released`."""

@@ -6,7 +6,7 @@ import pytest
 
 from common.config import LoopbackFaults, Verify
 from tests.support.ranks import Ranks, Request, assert_equivalent, disaggregated_ranks, unified_ranks
-from transfer import sender
+from transfer import posting
 
 EVERY = 3
 
@@ -65,7 +65,7 @@ def test_without_digests_a_lost_part_shows_in_the_answer(part: str) -> None:
 
 
 def test_two_requests_with_swapped_slots_are_both_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = sender.plan_slot
+    original = posting.plan_slot
 
     def misplaced(layout, mine, theirs, pair, *, track):  # type: ignore[no-untyped-def]
         return original(layout, mine, theirs, (pair[0], 3 - pair[1]), track=track)
@@ -73,7 +73,7 @@ def test_two_requests_with_swapped_slots_are_both_caught(monkeypatch: pytest.Mon
     with disaggregated_ranks() as ranks:
         fill_pools(ranks)
         with monkeypatch.context() as patch:
-            patch.setattr(sender, "plan_slot", misplaced)
+            patch.setattr(posting, "plan_slot", misplaced)
             outcomes = ranks.run(tasks(2))
         ranks.assert_all_free()
         after = ranks.run(tasks(2))

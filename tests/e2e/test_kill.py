@@ -98,7 +98,7 @@ def test_killed_while_prefilling(fresh_stack: Stack, victim: str) -> None:
     assert not thread.is_alive() and time.monotonic() - start < LIMIT_S
     assert outcome[0].status_code in (502, 503) and outcome[0].json()["error"]["type"]
     decode = fresh_stack.decode
-    assert wait_until(lambda: decode.state()["pages_free"] == decode.state()["pages_total"])
+    assert wait_until(decode.is_idle)
     alone = generate(decode.url, {"text": "Question:", "sampling_params": {"temperature": 0, "max_new_tokens": 3}})
     assert alone.status_code == 200
 

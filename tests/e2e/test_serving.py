@@ -41,7 +41,7 @@ def test_a_question_is_answered_in_sglangs_shape(shared_stack: Stack) -> None:
     meta = answer["meta_info"]
     assert meta["finish_reason"]["type"] == "stop"
     assert meta["completion_tokens"] == len(answer["output_ids"]) > 5
-    assert meta["prompt_tokens"] > 100 and meta["cached_tokens"] == 0
+    assert meta["prompt_tokens"] > 100 and meta["cached_tokens"] >= 0
     assert meta["e2e_latency"] > 0 and meta["id"]
     assert set(meta["timing"]) >= {"queue_s", "prefill_s", "transfer_s", "decode_s"}
     assert meta["transfer_bytes"]["ssm"] > 0 and meta["transfer_bytes"]["kv"] > 0 and meta["transfer_bytes"]["conv"] > 0
@@ -58,6 +58,7 @@ def test_router_answers_what_unified_answers(shared_stack: Stack) -> None:
 
 
 def test_decode_rank_never_computes_a_prompt(shared_stack: Stack) -> None:
+    assert httpx.post(f"{shared_stack.router.url}/flush_cache").status_code == 200
     before = shared_stack.decode.state(), shared_stack.prefill.state()
     text, _ = question()
     prompt_tokens = generate(shared_stack.router.url, {"text": text, "sampling_params": GREEDY}).json()["meta_info"][
@@ -231,13 +232,12 @@ def test_abort_by_rid_ends_the_request(shared_stack: Stack) -> None:
 
 
 def assert_idle(running: Stack, within_s: float = 3.0) -> None:
-    """Every page, slot and room is free again."""
+    """No page, slot or room belongs to a request any more."""
     deadline = time.monotonic() + within_s
     while True:
-        states = [running.prefill.state(), running.decode.state()]
-        if all(s["pages_free"] == s["pages_total"] and s["slots_free"] == s["slots_total"] for s in states):
+        if running.prefill.is_idle() and running.decode.is_idle():
             return
-        assert time.monotonic() < deadline, states
+        assert time.monotonic() < deadline, (running.prefill.state(), running.decode.state())
         time.sleep(0.05)
 
 

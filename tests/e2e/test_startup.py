@@ -118,8 +118,7 @@ def test_a_decode_node_with_another_layout_is_refused_with_both_values(
         by_hand = generate(running.decode.url, {**body, **legs, "bootstrap_room": 1})
         assert by_hand.status_code >= 400
         assert all(value in by_hand.json()["error"]["message"] for value in named), by_hand.text
-        state = running.decode.state()
-        assert state["pages_free"] == state["pages_total"] and state["slots_free"] == state["slots_total"]
+        assert running.decode.is_idle()
 
 
 def until_refused_for(url: str, body: dict[str, object], values: list[str], timeout_s: float = 10.0) -> httpx.Response:

@@ -13,6 +13,9 @@ from common.errors import CapacityError
 from common.sampling import LogprobOptions, SamplingParams
 from engine.allocator import PageAllocator, SlotAllocator
 from engine.batch import Row
+from engine.device import Device
+from engine.memory import SequenceMemory
+from engine.radix_cache import RadixCache
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Phase, Sequence
 from engine.stopping import StopChecker
@@ -20,6 +23,7 @@ from engine.stopping import StopChecker
 VOCAB = 97
 EOS = 0
 PAGE = 4
+CHUNK = 8
 
 
 class BookkeepingRunner:
@@ -33,15 +37,18 @@ class BookkeepingRunner:
         self.slot_tokens: dict[int, list[int]] = {}
         self.page_tokens: dict[int, list[int]] = {}
         self.poisoned_logits_for: set[int] = set()
-        self.batch_sizes: list[int] = []
+
+    def copy_slots(self, sources: Seq[int], targets: Seq[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            self.slot_tokens[target] = list(self.slot_tokens[source])
 
     def forward(self, rows: Seq[Row]) -> Tensor:
-        assert rows and len({r.slot for r in rows}) == len(rows)
-        self.batch_sizes.append(len(rows))
+        slots = [r.slot for r in rows] + [r.track.slot for r in rows if r.track]
+        assert rows and len(set(slots)) == len(slots) and 0 not in slots
         return torch.cat([self._row(row) for row in rows])
 
     def _row(self, row: Row) -> Tensor:
-        assert row.slot != 0 and 0 not in row.page_table and row.token_ids
+        assert 0 not in row.page_table and row.token_ids
         history = [] if row.start == 0 else self.slot_tokens[row.slot]
         assert len(history) == row.start
         for position, token in enumerate(row.token_ids, start=row.start):
@@ -50,6 +57,9 @@ class BookkeepingRunner:
             self.page_tokens[page] = [*tokens[: position % PAGE], token]
         history = history + list(row.token_ids)
         self.slot_tokens[row.slot] = history
+        if row.track is not None:
+            assert row.start < row.track.position <= len(history) and row.track.position % CHUNK == 0
+            self.slot_tokens[row.track.slot] = history[: row.track.position]
         stored = [t for page in row.page_table for t in self.page_tokens.get(page, [])][: len(history)]
         assert stored == history, "the pages do not hold the sequence that the slot stands for"
         first = len(history) - row.num_logits
@@ -76,16 +86,41 @@ def expected_tokens(prompt: list[int], count: int) -> list[int]:
 
 
 def make_scheduler(
-    *, pages: int = 200, slots: int = 20, budget: int = 16, max_running: int = 16, hold: bool = False
+    *,
+    pages: int = 200,
+    slots: int = 20,
+    budget: int = 16,
+    max_running: int = 16,
+    hold: bool = False,
+    cache: bool = True,
+    overlap: bool = True,
+    mixed: bool = False,
 ) -> Scheduler:
     eos_ids = frozenset({EOS})
+    runner = BookkeepingRunner()
+    page_pool, slot_pool = PageAllocator(pages), SlotAllocator(slots)
+    memory = SequenceMemory(
+        pages=page_pool,
+        slots=slot_pool,
+        cache=RadixCache(page_pool, slot_pool, page_size=PAGE, cache_chunk=CHUNK) if cache else None,
+        copy_slots=runner.copy_slots,
+        page_size=PAGE,
+    )
     return Scheduler(
-        runner=BookkeepingRunner(),
-        pages=PageAllocator(pages),
-        slots=SlotAllocator(slots),
+        device=Device(runner, eos_ids, overlap=overlap),
+        memory=memory,
         stopping=StopChecker(lambda ids: " ".join(map(str, ids)), eos_ids),
-        eos_ids=eos_ids,
-        limits=Limits(page_size=PAGE, prefill_budget=budget, prefill_grid=8, max_running=max_running),
+        limits=Limits(
+            page_size=PAGE,
+            prefill_budget=budget,
+            cache_chunk=CHUNK,
+            max_running=max_running,
+            track_interval=2 * CHUNK if cache else None,
+            tracks_prefill=cache,
+            caches_final_state=False,
+            mixed=mixed,
+        ),
+        overlap=overlap,
         hold_after_prefill=hold,
     )
 
@@ -122,10 +157,15 @@ def drain(scheduler: Scheduler) -> list[str]:
 
 
 def assert_all_free(scheduler: Scheduler) -> None:
-    scheduler.pages.check_integrity()
-    scheduler.slots.check_integrity()
-    assert scheduler.pages.num_free == scheduler.pages.num_usable
-    assert scheduler.slots.num_free == scheduler.slots.num_usable
+    """Nothing is held by a request, and after a flush nothing by the cache."""
+    memory = scheduler.memory
+    if memory.cache is not None:
+        memory.cache.check_integrity(request_pages=[], request_slots=[])
+        memory.cache.flush()
+    memory.pages.check_integrity()
+    memory.slots.check_integrity()
+    assert memory.pages.num_free == memory.pages.num_usable
+    assert memory.slots.num_free == memory.slots.num_usable
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 40, 41])
@@ -139,18 +179,28 @@ def test_chunked_prefill_and_decode_continue_one_sequence(length: int) -> None:
     assert_all_free(scheduler)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_arrivals_in_small_pools_give_the_answers_of_each_alone(seed: int) -> None:
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_arrivals_in_small_pools_give_the_answers_of_each_alone(
+    seed: int, mixed: bool, overlap: bool, cache: bool
+) -> None:
+    """Shared prefixes, aborts, retractions and evictions; the runner checks every state and page that is used."""
     rng = random.Random(seed)
-    scheduler = make_scheduler(pages=rng.randint(12, 40), slots=rng.randint(3, 8), max_running=rng.randint(2, 8))
+    scheduler = make_scheduler(
+        pages=rng.randint(20, 40), slots=rng.randint(3, 9), max_running=rng.randint(2, 8), cache=cache, overlap=overlap,
+        mixed=mixed,
+    )  # fmt: skip
+    prefixes = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(3)]
     pending = [
-        make_sequence(f"r{i}", [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 30))], rng.randint(0, 12), i)
-        for i in range(25)
+        make_sequence(f"r{i}", rng.choice(prefixes)[: rng.randint(1, 30)] + tail(rng), rng.randint(0, 30), i)
+        for i in range(40)
     ]
     done: list[Sequence] = []
     aborted: set[str] = set()
     while pending or scheduler.has_work():
-        while pending and rng.random() < 0.5:
+        while pending and rng.random() < 0.3:
             scheduler.add(pending.pop(0))
         running = scheduler.running + scheduler.prefilling + list(scheduler.waiting)
         if running and rng.random() < 0.03:
@@ -164,11 +214,66 @@ def test_random_arrivals_in_small_pools_give_the_answers_of_each_alone(seed: int
                 scheduler.release(emission.sequence)
                 done.append(emission.sequence)
         assert not (report and report.failures)
-        scheduler.pages.check_integrity()
-        scheduler.slots.check_integrity()
-    assert len(done) + len(aborted) == 25
+        scheduler.memory.pages.check_integrity()
+        scheduler.memory.slots.check_integrity()
+    assert len(done) + len(aborted) == 40
     for sequence in done:
         assert sequence.output_ids == expected_tokens(sequence.prompt_ids, sequence.sampling.max_new_tokens)
+    assert_all_free(scheduler)
+
+
+def tail(rng: random.Random) -> list[int]:
+    return [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 6))]
+
+
+def answer(scheduler: Scheduler, rid: str, prompt: list[int], max_new_tokens: int) -> Sequence:
+    sequence = make_sequence(rid, prompt, max_new_tokens)
+    sequence.sampling = SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, ignore_eos=True)
+    scheduler.add(sequence)
+    drain(scheduler)
+    return sequence
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_three_prompts_that_branch_miss_miss_and_hit(overlap: bool) -> None:
+    scheduler = make_scheduler(overlap=overlap)
+    common = [1 + i % 90 for i in range(33)]
+    cached = [answer(scheduler, f"r{i}", common + [50 + i] * 20, 2).num_cached_tokens for i in range(3)]
+    assert cached == [0, 0, 32]
+    assert_all_free(scheduler)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("answered", [5, 6, 7, 8, 21, 22, 23, 24])
+def test_a_conversation_resumes_where_decode_saved_last(overlap: bool, answered: int) -> None:
+    """Interval 16: a prompt of 10 tokens passes 16 with 7 answer tokens (6 computed), 32 with 23."""
+    scheduler = make_scheduler(overlap=overlap)
+    prompt = [1 + i % 90 for i in range(10)]
+    first = answer(scheduler, "first", prompt, answered)
+    computed = len(prompt) + answered - 1
+    second = answer(scheduler, "second", prompt + first.output_ids + [7], 4)
+    saved = max(8, computed - computed % 16)
+    assert second.num_cached_tokens == saved
+    assert second.output_ids == expected_without_end(second.prompt_ids, 4)
+    assert_all_free(scheduler)
+
+
+def expected_without_end(prompt: list[int], count: int) -> list[int]:
+    history = list(prompt)
+    for _ in range(count):
+        history.append(int(logits_after(history).argmax()))
+    return history[len(prompt) :]
+
+
+def test_without_a_slot_for_it_a_checkpoint_is_skipped_and_counted() -> None:
+    scheduler = make_scheduler(slots=3, overlap=False)
+    sequences = [make_sequence(f"r{i}", [i + 1] * 9, 3, arrival_s=i) for i in range(2)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    drain(scheduler)
+    assert scheduler.memory.counters.checkpoints_skipped > 0
+    for sequence in sequences:
+        assert sequence.output_ids == expected_tokens(sequence.prompt_ids, 3)
     assert_all_free(scheduler)
 
 
@@ -221,9 +326,9 @@ def test_order_of_arrival_is_kept_when_slots_run_out() -> None:
 
 
 def test_non_finite_logits_fail_their_row_and_no_other() -> None:
-    scheduler = make_scheduler()
-    assert isinstance(scheduler.runner, BookkeepingRunner)
-    scheduler.runner.poisoned_logits_for = {66}
+    scheduler = make_scheduler(overlap=False)
+    assert isinstance(scheduler.device.runner, BookkeepingRunner)
+    scheduler.device.runner.poisoned_logits_for = {66}
     good, bad = make_sequence("good", [5, 6, 7], 6), make_sequence("bad", [66, 1, 2], 6)
     scheduler.add(bad)
     scheduler.add(good)
@@ -249,7 +354,7 @@ def test_a_prefill_scheduler_holds_a_sequence_until_it_is_released() -> None:
         chunks += [(c.start, c.end) for c in report.chunks]
     assert chunks == [(0, 16), (16, 29)]
     assert sequence.phase is Phase.HELD and len(sequence.output_ids) == 1
-    assert scheduler.pages.num_free < scheduler.pages.num_usable
+    assert scheduler.memory.pages.num_free < scheduler.memory.pages.num_usable
     scheduler.release(sequence)
     assert_all_free(scheduler)
 

@@ -32,6 +32,7 @@ from common.errors import ErrorRecord
 from common.handoff import RoomAddress
 from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
 from decode_node.rank import DecodeRole, DecodeRoom
+from engine.scheduler import Scheduler
 from engine.sequence import Emission
 from engine.sequence import Sequence as EngineSequence
 from node.messages import Failure, Submit, Timing, Updates
@@ -120,7 +121,7 @@ class Snapshots:
 def state_bytes(role: PrefillRole | DecodeRole, sequence: EngineSequence) -> tuple[Tensor, ...]:
     """Clones of (KV pages of the prompt, conv state, SSM state) of a sequence, all layers."""
     pools = role.host.runner.pools
-    num_pages = role.host.scheduler.pages_for(sequence.num_prompt_tokens)
+    num_pages = role.host.scheduler.memory.pages_for(sequence.num_prompt_tokens)
     assert sequence.slot is not None
     conv, ssm = pools.slot_state(sequence.slot)
     return pools.kv[:, :, sequence.page_table[:num_pages]].clone(), conv, ssm
@@ -197,15 +198,26 @@ class Ranks:
         return outcomes
 
     def assert_all_free(self, timeout_s: float = 5.0) -> None:
-        """Every page and slot comes back."""
+        """Every page and slot comes back, at once or with the cached prefixes."""
+        schedulers = [role.host.scheduler for role in self.roles]  # type: ignore[attr-defined]
+        self.run_until(lambda: all(is_unowned(s) for s in schedulers), timeout_s)
+        for scheduler in schedulers:
+            memory = scheduler.memory
+            if memory.cache is not None:
+                memory.cache.check_integrity(request_pages=[], request_slots=[])
+            memory.flush()
+            assert memory.pages.num_free == memory.pages.num_usable
+            assert memory.slots.num_free == memory.slots.num_usable
 
-        def is_free() -> bool:
-            return all(
-                s.pages.num_free == s.pages.num_usable and s.slots.num_free == s.slots.num_usable
-                for s in (role.host.scheduler for role in self.roles)  # type: ignore[attr-defined]
-            )
 
-        self.run_until(is_free, timeout_s)
+def is_unowned(scheduler: Scheduler) -> bool:
+    """Nothing runs, and what is not free is cached."""
+    memory = scheduler.memory
+    pages = slots = 0
+    if memory.cache is not None:
+        pages, slots = memory.cache.num_cached_pages, memory.cache.num_cached_slots
+    all_pages = memory.pages.num_free + pages == memory.pages.num_usable
+    return not scheduler.has_work() and all_pages and memory.slots.num_free + slots == memory.slots.num_usable
 
 
 @contextmanager

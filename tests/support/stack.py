@@ -47,6 +47,13 @@ class Server:
         """Counters of the node's first rank."""
         return httpx.get(f"{self.url}/server_info", timeout=10).json()["internal_states"][0]
 
+    def is_idle(self) -> bool:
+        """Every page and slot of the node's first rank is free, or cached for later requests."""
+        state = self.state()
+        return all(
+            state[f"{kind}_free"] + state[f"{kind}_cached"] == state[f"{kind}_total"] for kind in ("pages", "slots")
+        )  # type: ignore[operator]
+
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 

@@ -1,0 +1,259 @@
+"""Prefix hits, checkpoints, overlap, pieces and the hand-off in every combination ≡ each prompt cold and alone.
+
+A case first sends a prefix, then prompts that continue it, on ranks with a real engine (a random model whose chunk is
+c) and, where disaggregated, a real hand-off. Tokens, logprobs and the final conv and SSM states must be those of a cold
+run alone without any cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.config import EngineConfig
+from node.messages import Timing
+from tests.engine.conftest import Shape, make_model
+from tests.support.ranks import MODEL, Outcome, Ranks, Request, assert_equivalent, disaggregated_ranks, unified_ranks
+
+CONV = 4
+NEW_TOKENS = 6
+States = tuple[Tensor, Tensor]
+
+
+def shape(chunk: int) -> Shape:
+    return Shape("M*-M", 48, 4, 12, 16, 2, CONV, chunk, 4, 2, 16, 64)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """chunk → a random model's folder."""
+    folders = {}
+    for chunk in (8, 16):
+        folders[chunk] = tmp_path_factory.mktemp(f"chunk{chunk}")
+        make_model(shape(chunk), seed=chunk).save_pretrained(folders[chunk])
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(MODEL / name, folders[chunk] / name)
+    return folders
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """s, u: see `prefix_lengths` and `suffix_lengths`, as indices. cut: prefill budget in cache chunks, 0 is off."""
+
+    chunk: int
+    page: int
+    s: int
+    u: int
+    batch: str
+    strategy: str
+    overlap: bool
+    cut: int
+    mixed: bool
+    disaggregated: bool
+    local: int
+
+    @property
+    def cache_chunk(self) -> int:
+        return max(self.chunk, self.page)
+
+    @property
+    def is_allowed(self) -> bool:
+        """no_buffer caches with pages of one token and without overlap only."""
+        return self.strategy == "extra_buffer" or (self.page == 1 and not self.overlap)
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "chunk": (8, 16),
+    "page": (1, 16, 32),
+    "s": tuple(range(12)),
+    "u": tuple(range(6)),
+    "batch": ("alone", "three", "sixteen", "beside decodes"),
+    "strategy": ("extra_buffer", "no_buffer"),
+    "overlap": (True, False),
+    "cut": (0, 1, 2),
+    "mixed": (False, True),
+    "disaggregated": (False, True),
+    "local": (0, 256),
+}
+
+
+def prefix_lengths(c: int) -> list[int]:
+    return [0, 1, CONV - 1, CONV, CONV + 1, c - 1, c, c + 1, 2 * c - 1, 2 * c, 2 * c + 1, 3 * c + 7]
+
+
+def suffix_lengths(c: int) -> list[int]:
+    return [1, 2, 3, c - 1, c, c + 1]
+
+
+def cases(count: int, seed: int) -> list[Case]:
+    """Random cases, chosen so that every pair of values that can occur together does."""
+    rng = random.Random(seed)
+    missing: set[tuple[tuple[str, Any], ...]] = set()
+    for a, b in itertools.combinations(VALUES, 2):
+        missing |= {((a, x), (b, y)) for x in VALUES[a] for y in VALUES[b] if is_possible({a: x, b: y})}
+    chosen: list[Case] = []
+    while missing or len(chosen) < count:
+        tried = [draw(rng) for _ in range(20 if missing else 1)]
+        best = max(tried, key=lambda case: len(pairs(case) & missing))
+        if pairs(best) & missing or not missing:
+            chosen.append(best)
+            missing -= pairs(best)
+    return chosen
+
+
+def is_possible(values: dict[str, Any]) -> bool:
+    if values.get("strategy") == "no_buffer":
+        return values.get("page", 1) == 1 and not values.get("overlap", False)
+    return True
+
+
+def draw(rng: random.Random) -> Case:
+    while True:
+        case = Case(**{name: rng.choice(values) for name, values in VALUES.items()})
+        if case.is_allowed:
+            return case
+
+
+def pairs(case: Case) -> set[tuple[tuple[str, Any], ...]]:
+    return set(itertools.combinations([(name, getattr(case, name)) for name in VALUES], 2))
+
+
+def engine(case: Case) -> EngineConfig:
+    return EngineConfig(
+        page_size=case.page,
+        max_total_tokens=4096,
+        max_state_slots=64,
+        max_running_requests=24,
+        chunked_prefill_size=case.cut * case.cache_chunk if case.cut else -1,
+        mamba_scheduler_strategy=case.strategy,
+        mamba_track_interval=case.cache_chunk,
+        disable_overlap_schedule=not case.overlap,
+        enable_mixed_chunk=case.mixed,
+        local_prefill_max_tokens=case.local,
+    )
+
+
+PLAIN = EngineConfig(
+    page_size=1,
+    max_total_tokens=4096,
+    max_state_slots=8,
+    chunked_prefill_size=-1,
+    mamba_scheduler_strategy="no_buffer",
+    disable_radix_cache=True,
+    disable_overlap_schedule=True,
+)
+
+
+class Finals:
+    """The conv and SSM state of every sequence that a role finishes, by prompt."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.states: dict[tuple[int, ...], States] = {}
+        host = ranks.roles[-1].host  # type: ignore[attr-defined]
+        emit = host.emit
+
+        def watched(emission: Any, timing: Timing | None) -> None:
+            sequence = emission.sequence
+            if emission.finish is not None:
+                slot = sequence.slot or sequence.checkpoint.slot  # no_buffer has given its own slot to the cache
+                self.states[tuple(sequence.prompt_ids)] = host.runner.pools.slot_state(slot)
+            emit(emission, timing)
+
+        host.emit = watched
+
+
+class References:
+    """Cold runs alone, without cache and overlap, each prompt once."""
+
+    def __init__(self, models: dict[int, Path]) -> None:
+        self._models = models
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[Outcome, States]] = {}
+
+    def of(self, chunk: int, prompts: list[list[int]]) -> list[tuple[Outcome, States]]:
+        unknown = [p for p in prompts if (chunk, tuple(p)) not in self._known]
+        if unknown:
+            with unified_ranks(model=self._models[chunk], engine=PLAIN) as ranks:
+                finals = Finals(ranks)
+                for prompt in unknown:
+                    outcome = ranks.run([Request(prompt=prompt, max_new_tokens=NEW_TOKENS)])[0]
+                    self._known[chunk, tuple(prompt)] = (outcome, finals.states[tuple(prompt)])
+        return [self._known[chunk, tuple(p)] for p in prompts]
+
+
+@pytest.fixture(scope="module")
+def references(models: dict[int, Path]) -> References:
+    return References(models)
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 97) for _ in range(count)]
+
+
+def plan(case: Case, seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    """(prefixes that are sent first, prompts that continue them)."""
+    rng = random.Random(seed)
+    s, u = prefix_lengths(case.chunk), suffix_lengths(case.chunk)
+    count = {"alone": 1, "three": 3, "sixteen": 16, "beside decodes": 3}[case.batch]
+    lengths = [(s[case.s], u[case.u])] + [(rng.choice(s), rng.choice(u)) for _ in range(count - 1)]
+    stem = tokens(seed % 5, max(s))
+    prefixes = [stem[:n] for n in sorted({n for n, _ in lengths if n})]
+    return prefixes, [stem[:n] + tokens(1000 + seed * 31 + i, m) for i, (n, m) in enumerate(lengths)]
+
+
+@contextmanager
+def ranks_of(case: Case, models: dict[int, Path]) -> Iterator[Ranks]:
+    make = disaggregated_ranks if case.disaggregated else unified_ranks
+    with make(model=models[case.chunk], engine=engine(case)) as ranks:
+        yield ranks
+
+
+def check(case: Case, seed: int, models: dict[int, Path], references: References) -> None:
+    prefixes, prompts = plan(case, seed)
+    with ranks_of(case, models) as ranks:
+        for prefix in prefixes:
+            ranks.run([Request(prompt=prefix, max_new_tokens=2)])
+        finals = Finals(ranks)
+        if case.batch == "beside decodes":
+            others = [ranks.submit(Request(prompt=tokens(70 + i, 5 + i), max_new_tokens=40)) for i in range(2)]
+            ranks.run_until(lambda: all(len(o.tokens) >= 3 for o in others))
+        outcomes = ranks.run([Request(prompt=p, max_new_tokens=NEW_TOKENS) for p in prompts])
+        if case.batch == "beside decodes":
+            ranks.run_until(lambda: all(o.ended for o in others))
+        ranks.assert_all_free()
+    for prompt, outcome, (expected, states) in zip(prompts, outcomes, references.of(case.chunk, prompts), strict=True):
+        assert_equivalent(outcome, expected)
+        if outcome.ids == expected.ids:
+            for name, ours, theirs in zip(("conv", "ssm"), finals.states[tuple(prompt)], states, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n} state: {m}")
+
+
+@pytest.mark.timeout(400)
+def test_every_pair_of_settings_is_equivalent_to_a_cold_run(models: dict[int, Path], references: References) -> None:
+    sweep(cases(150, seed=1), models, references)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_2500_cases_are_equivalent_to_a_cold_run(models: dict[int, Path], references: References) -> None:
+    sweep(cases(2500, seed=2), models, references)
+
+
+def sweep(chosen: list[Case], models: dict[int, Path], references: References) -> None:
+    failures: list[str] = []
+    for seed, case in enumerate(chosen):
+        try:
+            check(case, seed, models, references)
+        except AssertionError as error:
+            failures.append(f"{case} seed {seed}: {str(error).splitlines()[0]}")
+    assert not failures, f"{len(failures)} of {len(chosen)} cases differ:\n" + "\n".join(failures[:20])
