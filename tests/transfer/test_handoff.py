@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -357,6 +358,27 @@ def test_a_stale_session_costs_no_room(config: Config, prefill: Make, decode: Ma
     start(p, d, 1)
     p.send(1, HERE, 1)
     d.wait_for(Committed, 1)
+
+
+class SlowGreeting(LoopbackTransport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.ended = threading.Event(), threading.Event()
+
+    def write(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> None:
+        self.begun.set()
+        time.sleep(0.2)
+        super().write(session, blocks, nth_room)
+        self.ended.set()
+
+
+def test_close_waits_for_a_greeting(config: Config, prefill: Make, decode: Make) -> None:
+    """The memory that it reads may go after that."""
+    p, d = prefill(config(), transport=SlowGreeting()), decode(config())
+    d.transfer.open(p.address(1), "r", THERE, 2)
+    assert p.transport.begun.wait(5)
+    p.transfer.close()
+    assert p.transport.ended.is_set()
 
 
 # Time-outs
