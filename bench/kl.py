@@ -32,7 +32,7 @@ from tests.support.stack import MODEL, Stack, stack
 PARALLEL = 16
 TRACK_INTERVAL = 256
 PAST_CHECKPOINT = 20
-CASES = ("cold", "prefill hit", "decode hit")
+DTYPES = [dtype.value for dtype in DType]
 POOLS = ["--max-total-tokens", "262144", "--max-mamba-cache-size", "192"]
 
 
@@ -247,7 +247,7 @@ def row(dtype: DType, mode: str, case: str, found: Figures) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--dtype", "dtypes", type=click.Choice([d.value for d in DType]), multiple=True, default=list(DType))
+@click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, default=DTYPES, show_default=True)
 @click.option("--prompts", "count", default=48, show_default=True)
 @click.option("--new-tokens", default=512, show_default=True)
 def main(dtypes: Sequence[str], count: int, new_tokens: int) -> None:
