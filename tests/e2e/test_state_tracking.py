@@ -1,8 +1,8 @@
 """Prefix hits, checkpoints, overlap, pieces and the hand-off in every combination ≡ each prompt cold and alone.
 
-A case first sends a prefix, then prompts that continue it, on ranks with a real engine (a random model whose chunk is
-c) and, where disaggregated, a real hand-off. Tokens, logprobs and the final conv and SSM states must be those of a cold
-run alone without any cache.
+A case first sends prefixes, then prompts that continue them, on ranks with a real engine (a random model whose chunk is
+c) and, where disaggregated, a real hand-off. With two turns the prompts continue the answers too, each its own. Tokens,
+logprobs and the final conv and SSM states must be those of a cold run alone without any cache.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """s, u: see `prefix_lengths` and `suffix_lengths`, as indices. cut: prefill budget in cache chunks, 0 is off."""
+    """s, u: see `prefix_lengths` and `suffix_lengths`, as indices. cut: prefill budget in cache chunks, 0 is off.
+
+    turns: 1, prefixes of one stem, one after the other; 2, prefixes of their own, at once, and prompts that continue
+    prefix and answer.
+    """
 
     chunk: int
     page: int
@@ -61,6 +65,7 @@ class Case:
     mixed: bool
     disaggregated: bool
     local: int
+    turns: int
 
     @property
     def cache_chunk(self) -> int:
@@ -84,6 +89,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "mixed": (False, True),
     "disaggregated": (False, True),
     "local": (0, 256),
+    "turns": (1, 2),
 }
 
 
@@ -200,42 +206,71 @@ def tokens(seed: int, count: int) -> list[int]:
     return [rng.randrange(3, 97) for _ in range(count)]
 
 
-def plan(case: Case, seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """(prefixes that are sent first, prompts that continue them)."""
-    rng = random.Random(seed)
+def lengths_of(case: Case, rng: random.Random) -> list[tuple[int, int]]:
+    """(prefix, suffix) of each prompt; the first one is the case's own."""
     s, u = prefix_lengths(case.chunk), suffix_lengths(case.chunk)
     count = {"alone": 1, "three": 3, "sixteen": 16, "beside decodes": 3}[case.batch]
-    lengths = [(s[case.s], u[case.u])] + [(rng.choice(s), rng.choice(u)) for _ in range(count - 1)]
-    stem = tokens(seed % 5, max(s))
-    prefixes = [stem[:n] for n in sorted({n for n, _ in lengths if n})]
-    return prefixes, [stem[:n] + tokens(1000 + seed * 31 + i, m) for i, (n, m) in enumerate(lengths)]
+    return [(s[case.s], u[case.u])] + [(rng.choice(s), rng.choice(u)) for _ in range(count - 1)]
+
+
+def send_prefixes(ranks: Ranks, case: Case, seed: int) -> list[list[int]]:
+    """Returns the prompts that continue them."""
+    lengths = lengths_of(case, random.Random(seed))
+    suffixes = [tokens(1000 + seed * 31 + i, m) for i, (_, m) in enumerate(lengths)]
+    if case.turns == 1:
+        stem = tokens(seed % 5, max(prefix_lengths(case.chunk)))
+        for n in sorted({n for n, _ in lengths if n}):
+            ranks.run([Request(prompt=stem[:n], max_new_tokens=2)])
+        return [stem[:n] + suffix for (n, _), suffix in zip(lengths, suffixes, strict=True)]
+    prefixes = [tokens(2000 + seed * 31 + i, n) for i, (n, _) in enumerate(lengths)]
+    asked = [Request(prompt=p, max_new_tokens=case.cache_chunk + 2) for p in prefixes if p]
+    answers = iter(ranks.run(asked))
+    return [p + (next(answers).ids if p else []) + suffix for p, suffix in zip(prefixes, suffixes, strict=True)]
 
 
 @contextmanager
-def ranks_of(case: Case, models: dict[int, Path]) -> Iterator[Ranks]:
+def ranks_of(case: Case, models: dict[int, Path], **settings: Any) -> Iterator[Ranks]:
     make = disaggregated_ranks if case.disaggregated else unified_ranks
-    with make(model=models[case.chunk], engine=engine(case)) as ranks:
+    with make(model=models[case.chunk], engine=engine(case), **settings) as ranks:
         yield ranks
 
 
-def check(case: Case, seed: int, models: dict[int, Path], references: References) -> None:
-    prefixes, prompts = plan(case, seed)
-    with ranks_of(case, models) as ranks:
-        for prefix in prefixes:
-            ranks.run([Request(prompt=prefix, max_new_tokens=2)])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a case answered to each prompt, and the state that it ended with."""
+
+    prompts: list[list[int]]
+    outcomes: list[Outcome]
+    states: list[States | None]
+
+
+def run(case: Case, seed: int, models: dict[int, Path], **settings: Any) -> Run:
+    with ranks_of(case, models, **settings) as ranks:
+        prompts = send_prefixes(ranks, case, seed)
         finals = Finals(ranks)
+        others = []
         if case.batch == "beside decodes":
             others = [ranks.submit(Request(prompt=tokens(70 + i, 5 + i), max_new_tokens=40)) for i in range(2)]
             ranks.run_until(lambda: all(len(o.tokens) >= 3 for o in others))
         outcomes = ranks.run([Request(prompt=p, max_new_tokens=NEW_TOKENS) for p in prompts])
-        if case.batch == "beside decodes":
-            ranks.run_until(lambda: all(o.ended for o in others))
+        ranks.run_until(lambda: all(o.ended for o in others))
         ranks.assert_all_free()
-    for prompt, outcome, (expected, states) in zip(prompts, outcomes, references.of(case.chunk, prompts), strict=True):
-        assert_equivalent(outcome, expected)
-        if outcome.ids == expected.ids:
-            for name, ours, theirs in zip(("conv", "ssm"), finals.states[tuple(prompt)], states, strict=True):
+    return Run(prompts=prompts, outcomes=outcomes, states=[finals.states.get(tuple(p)) for p in prompts])
+
+
+def assert_cold(found: Run, chunk: int, references: References) -> None:
+    """The equivalence that every case is about."""
+    expected = references.of(chunk, found.prompts)
+    for outcome, states, (cold, cold_states) in zip(found.outcomes, found.states, expected, strict=True):
+        assert_equivalent(outcome, cold)
+        if outcome.ids == cold.ids:
+            assert states is not None
+            for name, ours, theirs in zip(("conv", "ssm"), states, cold_states, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n} state: {m}")
+
+
+def check(case: Case, seed: int, models: dict[int, Path], references: References) -> None:
+    assert_cold(run(case, seed, models), case.chunk, references)
 
 
 @pytest.mark.timeout(400)

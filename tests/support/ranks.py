@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,10 +33,11 @@ from common.errors import ErrorRecord
 from common.handoff import RoomAddress
 from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
 from decode_node.rank import DecodeRole, DecodeRoom
+from engine.device import PlannedRow, StepResult
 from engine.scheduler import Scheduler
 from engine.sequence import Emission
 from engine.sequence import Sequence as EngineSequence
-from node.messages import Failure, Submit, Timing, Updates
+from node.messages import Abort, Failure, Query, Reply, Submit, Timing, Updates
 from node.rank import Role as RankRole
 from node.rank import Waker
 from node.unified import UnifiedRole
@@ -54,6 +56,8 @@ class Request:
     prompt: list[int]
     max_new_tokens: int = 8
     sampling: SamplingParams | None = None
+    logprobs: LogprobOptions = WITH_LOGPROBS
+    extra_key: str | None = None
 
     def params(self) -> SamplingParams:
         return self.sampling or SamplingParams(temperature=0.0, max_new_tokens=self.max_new_tokens, ignore_eos=True)
@@ -61,9 +65,16 @@ class Request:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What came of a request. tokens: with logprob and the two likeliest alternatives."""
+    """What came of a request. tokens: with logprob and the two likeliest alternatives.
 
+    cached, local: the answer's num_cached_tokens and num_local_cached_tokens. prompt_logprobs: None when not asked.
+    """
+
+    rid: str = ""
     tokens: list[TokenLogprob] = field(default_factory=list)
+    cached: int = 0
+    local: int = 0
+    prompt_logprobs: list[TokenLogprob] | None = None
     finish: FinishReason | None = None
     timing: Timing | None = None
     error: ErrorRecord | None = None
@@ -128,12 +139,16 @@ def state_bytes(role: PrefillRole | DecodeRole, sequence: EngineSequence) -> tup
 
 
 class Ranks:
-    """roles: one unified role, or prefill and decode. `submit` takes a request; `run` steps until all have ended."""
+    """roles: one unified role, or prefill and decode. `submit` takes a request; `run` steps until all have ended.
+
+    outcomes: what the last role answers to the client, by rid. legs: what the prefill role answers.
+    """
 
     def __init__(self, roles: Sequence[RankRole], bootstrap_port: int | None) -> None:
         self.roles = list(roles)
         self.bootstrap_port = bootstrap_port
         self.outcomes: dict[str, Outcome] = {}
+        self.legs: dict[str, Outcome] = {}
         self._numbers = itertools.count(1)
 
     @property
@@ -158,12 +173,29 @@ class Ranks:
                     rid=f"r{number}",
                     token_ids=request.prompt,
                     sampling=request.params(),
-                    logprobs=WITH_LOGPROBS,
+                    logprobs=request.logprobs,
                     room=room,
                     arrival_s=time.monotonic(),
+                    extra_key=request.extra_key,
                 )
             )
-        return self.outcomes.setdefault(f"r{number}", Outcome())
+        self.legs[f"r{number}"] = Outcome(rid=f"r{number}")
+        return self.outcomes.setdefault(f"r{number}", Outcome(rid=f"r{number}"))
+
+    def abort(self, outcome: Outcome) -> None:
+        """As a router does when its client has gone: on both legs."""
+        for role in self.roles:
+            role.abort(Abort(rid=outcome.rid))
+
+    def flush(self) -> list[ErrorRecord | None]:
+        """What each role answers to /flush_cache."""
+        replies = []
+        for role in self.roles:
+            role.query(Query(ticket=1, what="flush"))
+            (reply,) = role.take_outbox()
+            assert isinstance(reply, Reply)
+            replies.append(reply.error)
+        return replies
 
     def step(self) -> bool:
         busy = False
@@ -171,19 +203,8 @@ class Ranks:
             role.poll()
             busy |= role.step()
             for message in role.take_outbox():
-                if role is self.roles[-1]:
-                    self._take(message)
+                _take(message, self.outcomes if role is self.roles[-1] else self.legs)
         return busy
-
-    def _take(self, message: object) -> None:
-        match message:
-            case Updates(items=items):
-                for update in items:
-                    outcome = self.outcomes[update.rid]
-                    outcome.tokens += update.logprobs
-                    outcome.finish, outcome.timing = update.finish, update.timing
-            case Failure(rid=rid, error=error):
-                self.outcomes[rid].error = error
 
     def run_until(self, done: Callable[[], bool], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -208,6 +229,80 @@ class Ranks:
             memory.flush()
             assert memory.pages.num_free == memory.pages.num_usable
             assert memory.slots.num_free == memory.slots.num_usable
+
+
+def _take(message: object, outcomes: dict[str, Outcome]) -> None:
+    match message:
+        case Updates(items=items):
+            for update in items:
+                outcome = outcomes[update.rid]
+                outcome.tokens += update.logprobs
+                outcome.cached, outcome.local = update.num_cached_tokens, update.num_local_cached_tokens
+                if update.input_logprobs is not None:
+                    outcome.prompt_logprobs = list(update.input_logprobs)
+                outcome.finish, outcome.timing = update.finish, update.timing
+        case Failure(rid=rid, error=error):
+            outcomes[rid].error = error
+
+
+class LateThread:
+    """In the place of a device's thread: a step runs when its result is asked for, the latest moment that is allowed.
+
+    Whatever the scheduler frees or hands on while a step is in flight has then changed before the step reads it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[_LateStep] = []
+
+    def submit(self, run: Callable[..., StepResult], rows: Sequence[PlannedRow]) -> Future[StepResult]:
+        step = _LateStep(self, lambda: run(rows))
+        self._waiting.append(step)
+        return step
+
+    def run_up_to(self, last: _LateStep) -> None:
+        while not last.done():
+            step = self._waiting.pop(0)
+            step.set_result(step.work())
+
+    def shutdown(self) -> None:
+        """There is no thread."""
+
+
+class _LateStep(Future[StepResult]):
+    def __init__(self, thread: LateThread, work: Callable[[], StepResult]) -> None:
+        super().__init__()
+        self.thread, self.work = thread, work
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        self.thread.run_up_to(self)
+        return super().result(timeout)
+
+
+def run_late(ranks: Ranks) -> None:
+    """Make every step of ranks with overlap scheduling a late one. Call it before the first step."""
+    for role in ranks.roles:
+        device = role.host.scheduler.device  # type: ignore[attr-defined]
+        assert device._thread is not None, "without overlap a step runs at once"
+        device._thread.shutdown()
+        device._thread = LateThread()
+
+
+def check_integrity(role: RankRole) -> None:
+    """AssertionError unless free + owned + cached = all, for pages and slots, whatever is running or in flight."""
+    host = role.host  # type: ignore[attr-defined]
+    memory, launched = host.scheduler.memory, host.scheduler._in_flight
+    shares = launched.shares if launched else []
+    rooms = list(getattr(role, "rooms", {}).values())
+    owners = {id(s): s for s in (*host.sequences.values(), *(r.sequence for r in rooms), *(s.sequence for s in shares))}
+    pages = [page for s in owners.values() for page in s.own_pages]
+    tracks = [share.track.slot for share in shares if share.track] + [getattr(r, "track_slot", None) for r in rooms]
+    slots = [slot for slot in (*(s.slot for s in owners.values()), *tracks) if slot is not None]
+    if memory.cache is not None:
+        memory.cache.check_integrity(request_pages=pages, request_slots=slots)
+        return
+    for allocator, owned in ((memory.pages, pages), (memory.slots, slots)):
+        allocator.check_integrity()
+        assert sorted(item for items in allocator.owned().values() for item in items) == sorted(owned)
 
 
 def is_unowned(scheduler: Scheduler) -> bool:
