@@ -231,7 +231,7 @@ class Scheduler:
             self.waiting.popleft()
             start, end = sequence.num_computed_tokens, sequence.num_tokens
             if not sequence.output_ids:
-                sequence.num_cached_tokens = start
+                sequence.num_cached_tokens = sequence.num_local_cached_tokens = start
             sequence.track_target = self._target(start, end, sequence.branch_position)
             sequence.phase = Phase.PREFILL
             sequence.prefill_start_s = sequence.prefill_start_s or time.monotonic()

@@ -90,6 +90,8 @@ class Answer:
         self._input_logprobs = LogprobLists(self._token_text)
         self._output_logprobs = LogprobLists(self._token_text)
         self._num_cached_tokens = 0
+        self._num_local_cached_tokens = 0
+        self._num_local_cached_tokens = 0
         self._finish: FinishReason | None = None
         self._timing: Timing | None = None
         self._end_s = 0.0
@@ -103,6 +105,8 @@ class Answer:
         self._output_ids += update.token_ids
         self._output_logprobs.extend(update.logprobs)
         self._num_cached_tokens = update.num_cached_tokens
+        self._num_local_cached_tokens = update.num_local_cached_tokens
+        self._num_local_cached_tokens = update.num_local_cached_tokens
         if update.input_logprobs is not None:
             self._input_logprobs.extend(update.input_logprobs)
         length_before = len(self._text)
@@ -121,7 +125,7 @@ class Answer:
         return due
 
     def object(self) -> dict[str, Any]:
-        """SGLang's answer object. `timing` and `transfer_bytes` are ours, on the last one of a sequence."""
+        """SGLang's answer object. Ours: `local_cached_tokens`; `timing` and `transfer_bytes`, on a sequence's last."""
         return {
             "text": self._text[: self._trimmer.shown],
             "output_ids": self._output_ids,
@@ -149,8 +153,14 @@ class Answer:
             "prompt_tokens": len(self._submit.token_ids),
             "completion_tokens": len(self._output_ids),
             "cached_tokens": self._num_cached_tokens,
+            "local_cached_tokens": self._num_local_cached_tokens,
             "weight_version": WEIGHT_VERSION,
         }
+        if self._submit.room is not None:
+            meta["cached_tokens_details"] = {
+                "prefill": self._num_cached_tokens,
+                "decode": self._num_local_cached_tokens,
+            }
         if self._submit.logprobs.wanted:
             meta |= self._logprobs()
         if self.is_finished:

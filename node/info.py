@@ -50,7 +50,6 @@ def server_info(
         "vocab_size": limits.vocab_size,
         "tp_size": 1,
         "dp_size": limits.num_ranks,
-        "disable_radix_cache": True,
         "disaggregation_mode": "null" if config.role is Role.UNIFIED else config.role.value,
         "disaggregation_transfer_backend": config.transfer.transport.value,
         "disaggregation_bootstrap_port": bootstrap_port,

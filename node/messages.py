@@ -43,11 +43,17 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     what: str
 
 
+class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Are you there? The loop of the rank answers between two steps, whatever its role. ticket: comes back."""
+
+    ticket: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Finish nothing, close everything, exit 0."""
 
 
-ToRank = Submit | Abort | Query | Shutdown
+ToRank = Submit | Abort | Query | Ping | Shutdown
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,8 +70,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """New tokens of one sequence. `finish` and `timing` are set on its last update only.
 
     token_ids: only the new ones. logprobs: one for each of them when asked for, otherwise empty.
-    num_cached_tokens: prompt tokens that the rank which computed the rest did not compute; num_local_cached_tokens:
-    those whose KV this rank held already, on a decode rank that had the rest sent.
+    num_cached_tokens: prompt tokens that the rank which computed the rest did not compute. num_local_cached_tokens:
+    those that this rank held; on a decode rank that had the rest sent, those whose pages were not sent.
     input_logprobs: the prompt's, on the first update, when asked for (positions start_len .. n - 1).
     """
 
@@ -100,6 +106,12 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: ErrorRecord | None = None
 
 
+class Pong(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to a `Ping`."""
+
+    ticket: int
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The rank can serve. The limits are what the front checks before it submits.
 
@@ -123,7 +135,7 @@ class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: ErrorRecord
 
 
-FromRank = Updates | Failure | Reply | Ready | StartFailed
+FromRank = Updates | Failure | Reply | Pong | Ready | StartFailed
 
 to_rank_encoder = msgspec.msgpack.Encoder()
 to_rank_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

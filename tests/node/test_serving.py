@@ -285,6 +285,7 @@ def test_server_info(unified: FakeNode, prefill: FakeNode, decode: FakeNode) -> 
     info = unified.get("/get_server_info").json()
     assert info["disaggregation_mode"] == "null" and info["bootstrap_port"] is None
     assert info["fingerprint"] == "0123456789abcdef" and info["version"] and info["page_size"] == 16
+    assert info["disable_radix_cache"] is False and info["mamba_scheduler_strategy"] == "extra_buffer"
     assert info["context_length"] == CONTEXT_LENGTH and info["dtype"] == "float32" and info["host"] == "127.0.0.1"
     assert len(info["internal_states"]) == info["dp_size"] == 1
     info = prefill.get("/server_info").json()
