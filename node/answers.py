@@ -91,7 +91,6 @@ class Answer:
         self._output_logprobs = LogprobLists(self._token_text)
         self._num_cached_tokens = 0
         self._num_local_cached_tokens = 0
-        self._num_local_cached_tokens = 0
         self._finish: FinishReason | None = None
         self._timing: Timing | None = None
         self._end_s = 0.0
@@ -105,7 +104,6 @@ class Answer:
         self._output_ids += update.token_ids
         self._output_logprobs.extend(update.logprobs)
         self._num_cached_tokens = update.num_cached_tokens
-        self._num_local_cached_tokens = update.num_local_cached_tokens
         self._num_local_cached_tokens = update.num_local_cached_tokens
         if update.input_logprobs is not None:
             self._input_logprobs.extend(update.input_logprobs)
@@ -125,7 +123,7 @@ class Answer:
         return due
 
     def object(self) -> dict[str, Any]:
-        """SGLang's answer object. Ours: `local_cached_tokens`; `timing` and `transfer_bytes`, on a sequence's last."""
+        """SGLang's answer object. `timing` and `transfer_bytes` are ours, on the last one of a sequence."""
         return {
             "text": self._text[: self._trimmer.shown],
             "output_ids": self._output_ids,
@@ -153,7 +151,6 @@ class Answer:
             "prompt_tokens": len(self._submit.token_ids),
             "completion_tokens": len(self._output_ids),
             "cached_tokens": self._num_cached_tokens,
-            "local_cached_tokens": self._num_local_cached_tokens,
             "weight_version": WEIGHT_VERSION,
         }
         if self._submit.room is not None:

@@ -112,7 +112,7 @@ def test_eight_turns_through_the_router(shared_stack: Stack) -> None:
         print(row(number, turn, len(prompt), meta))
         first = first or meta["transfer_bytes"]
         assert meta["cached_tokens"] == (held.prefill if turn.is_long else held.decode)
-        assert meta["local_cached_tokens"] == held.decode
+        assert meta["cached_tokens_details"]["decode"] == held.decode
         assert number == 1 or meta["cached_tokens"] > 0
         assert meta["transfer_bytes"] == (expected_bytes(held, len(prompt), first) if turn.is_long else {})
         cold = ask_cold(shared_stack.unified.url, prompt, turn.answer_tokens)

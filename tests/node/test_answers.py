@@ -32,7 +32,7 @@ def submit(sampling: SamplingParams | None = None, logprobs: LogprobOptions | No
 
 
 def update(token_ids: list[int], finish: FinishReason | None = None, **fields: object) -> Update:
-    values = {"logprobs": [], "num_cached_tokens": 2, "num_local_cached_tokens": 1, **fields}
+    values = {"logprobs": [], "num_cached_tokens": 2, **fields}
     return Update(rid="r", token_ids=token_ids, finish=finish, **values)  # type: ignore[arg-type]
 
 
@@ -109,7 +109,6 @@ def test_meta_info_has_sglangs_fields_and_ours_at_the_end(tokenizer: Tokenizer) 
         "prompt_tokens": 3,
         "completion_tokens": 1,
         "cached_tokens": 2,
-        "local_cached_tokens": 1,
         "weight_version": "default",
     }
     timing = Timing(queue_s=1, prefill_s=2, transfer_s=3, decode_s=4, transfer_bytes={"ssm": 5})
