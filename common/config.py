@@ -60,7 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_total_tokens: int = 65536
     max_state_slots: int = 64
     max_running_requests: int = 48
-    chunked_prefill_size: int = 2048
+    chunked_prefill_size: int = 1024
     context_length: int | None = None
     threads: int = 1
     mamba_scheduler_strategy: str = "extra_buffer"
@@ -107,7 +107,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a node listens. bootstrap_*: where a prefill node's rooms are opened."""
+    """Where a node listens. bootstrap_*: where a prefill node's rooms are opened. upload_timeout_s: for a body."""
 
     host: str = "127.0.0.1"
     port: int = 30000
@@ -115,6 +115,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_port: int = 8998
     log_level: str = "info"
     max_body_bytes: int = 16 * 1024 * 1024
+    upload_timeout_s: float = 60.0
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +134,11 @@ class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are seconds. connect_timeout_s: to open a connection; idle_timeout_s: between two bytes of an answer."""
+    """Times are seconds. connect_timeout_s: to open a connection; idle_timeout_s: between two bytes of an answer.
+
+    liveness_timeout_s: without an answer to health checks until a worker's requests are given up. upload_timeout_s: for
+    the whole body of a request.
+    """
 
     host: str = "127.0.0.1"
     port: int = 30000
@@ -142,6 +147,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     health_interval_s: float = 1.0
     connect_timeout_s: float = 2.0
     idle_timeout_s: float = 300.0
+    liveness_timeout_s: float = 5.0
+    upload_timeout_s: float = 60.0
     max_body_bytes: int = 16 * 1024 * 1024
     log_level: str = "info"
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Sequence
+
 import msgspec
 
 from common.sampling import TokenLogprob
@@ -18,6 +22,7 @@ class RoomAddress(msgspec.Struct, frozen=True, kw_only=True):
 class HandoffMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Filled by the prefill rank after the last chunk, read by the decode rank at commit.
 
+    prompt_digest: of the prompt's token ids, so that two legs with different prompts are not taken for one request.
     tracked_position: the position t of the track slot, or -1 when none was saved.
     num_cached_tokens: prompt tokens the prefill rank did not compute. Times are seconds.
     """
@@ -25,9 +30,15 @@ class HandoffMetadata(msgspec.Struct, frozen=True, kw_only=True):
     room: int
     rid: str
     num_prompt_tokens: int
+    prompt_digest: bytes
     num_cached_tokens: int
     tracked_position: int
     first_token: TokenLogprob
     sampling_seed: int
     queue_s: float
     prefill_s: float
+
+
+def prompt_digest(token_ids: Sequence[int]) -> bytes:
+    """8 bytes that tell one prompt from another."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=8).digest()

@@ -19,10 +19,10 @@ import msgspec
 
 from common.config import NodeConfig
 from common.errors import AbortedError, CapacityError, RequestError, ServingError, WorkerError
-from common.handoff import HandoffMetadata, RoomAddress
+from common.handoff import HandoffMetadata, RoomAddress, prompt_digest
 from engine.scheduler import StepReport
 from engine.sequence import Sequence
-from node.engine_host import EngineHost, finish_local, local_timing
+from node.engine_host import EngineHost, finish_local, local_timing, room_in_use
 from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
 from node.transport_memory import host_allocator
@@ -71,7 +71,7 @@ class DecodeRole:
         self.local_prefill_max_tokens = config.engine.local_prefill_max_tokens
         self.reserving: deque[DecodeRoom] = deque()
         self.rooms: dict[int, DecodeRoom] = {}
-        self.received: dict[str, Received] = {}
+        self.received: dict[Sequence, Received] = {}
 
     def ready(self) -> Ready:
         return self.host.ready(rank=self.rank, transport=self.transport.name, control_address=None)
@@ -82,6 +82,9 @@ class DecodeRole:
         sequence = self.host.new_sequence(message)
         if message.room is None:
             self.host.scheduler.add(sequence)
+            return
+        if message.room.room in self.rooms or any(r.address.room == message.room.room for r in self.reserving):
+            self.host.fail(sequence, room_in_use(message.room.room))
             return
         if self._prefills_itself(sequence):
             self.transfer.decline(message.room, sequence.rid)
@@ -115,7 +118,7 @@ class DecodeRole:
             self.reserving.remove(room)
         self.host.scheduler.remove(sequence)
         self.host.scheduler.release(sequence)
-        self.received.pop(sequence.rid, None)
+        self.received.pop(sequence, None)
         self.host.fail(sequence, error)
 
     def _room_of(self, sequence: Sequence) -> DecodeRoom | None:
@@ -199,14 +202,14 @@ class DecodeRole:
         if room.failed:
             self._release(room)
             return
-        if metadata.num_prompt_tokens != sequence.num_prompt_tokens:
+        if metadata.prompt_digest != prompt_digest(sequence.prompt_ids):
             self._release(room)
             self.host.fail(sequence, _other_prompt(sequence, metadata))
             return
         sequence.num_computed_tokens = metadata.num_prompt_tokens
         sequence.num_cached_tokens = metadata.num_cached_tokens
         sequence.sampling = msgspec.structs.replace(sequence.sampling, sampling_seed=metadata.sampling_seed)
-        self.received[sequence.rid] = Received(
+        self.received[sequence] = Received(
             metadata=metadata, bytes_by_part=event.bytes_by_part, transfer_s=event.transfer_s
         )
         self._cache_prompt(room, event)
@@ -238,9 +241,11 @@ class DecodeRole:
 
     def _finish(self, report: StepReport) -> None:
         finish_local(self.host, report, self._timing)
+        for sequence, _ in report.failures:
+            self.received.pop(sequence, None)
 
     def _timing(self, sequence: Sequence) -> Timing:
-        received = self.received.pop(sequence.rid, None)
+        received = self.received.pop(sequence, None)
         if received is None:
             return local_timing(sequence)
         return Timing(
@@ -269,8 +274,8 @@ class DecodeRole:
 
 def _other_prompt(sequence: Sequence, metadata: HandoffMetadata) -> RequestError:
     return RequestError(
-        f"the prefill leg computed {metadata.num_prompt_tokens} prompt tokens, this leg has "
-        f"{sequence.num_prompt_tokens}: the two legs were sent different prompts",
+        f"the two legs of room {metadata.room} were sent different prompts, of {metadata.num_prompt_tokens} tokens on "
+        f"the prefill node and of {sequence.num_prompt_tokens} here",
         code="prompt_mismatch",
     )
 

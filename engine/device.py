@@ -103,7 +103,8 @@ class Device:
             starts.append(at)
             at += p.row.num_logits
         tokens, failed = self._sample(rows, starts, logits)
-        result = StepResult(tokens=tokens, failed=failed, prompt_logprobs=_prompt_logprobs(rows, starts, logits))
+        prompts, broken = _prompt_logprobs(rows, starts, logits)
+        result = StepResult(tokens=tokens, failed=failed | broken, prompt_logprobs=prompts)
         self._last = result
         return result
 
@@ -147,13 +148,19 @@ def _sample_row(planned: PlannedRow) -> SampleRow:
     )
 
 
-def _prompt_logprobs(rows: Seq[PlannedRow], starts: Seq[int], logits: Tensor) -> dict[int, list[TokenLogprob]]:
-    found = {}
+def _prompt_logprobs(
+    rows: Seq[PlannedRow], starts: Seq[int], logits: Tensor
+) -> tuple[dict[int, list[TokenLogprob]], dict[int, NonFiniteLogits]]:
+    """What was asked of the prompts, and whose logits were not finite."""
+    found: dict[int, list[TokenLogprob]] = {}
+    failed: dict[int, NonFiniteLogits] = {}
     for planned, start in zip(rows, starts, strict=True):
         wanted = planned.prompt
         if wanted is not None:
             first = start + wanted.first_row
-            found[planned.key] = prompt_logprobs(
-                logits[first : first + len(wanted.token_ids)], wanted.token_ids, wanted.top_num
-            )
-    return found
+            positions = logits[first : first + len(wanted.token_ids)]
+            try:
+                found[planned.key] = prompt_logprobs(positions, wanted.token_ids, wanted.top_num)
+            except NonFiniteLogits as error:
+                failed[planned.key] = error
+    return found, failed

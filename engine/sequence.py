@@ -74,6 +74,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    reported_prompt_logprobs: bool = False
     prefill_start_s: float | None = None
     prefill_end_s: float | None = None
 

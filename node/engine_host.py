@@ -71,7 +71,6 @@ class EngineHost:
             hold_after_prefill=hold_after_prefill,
         )
         self.sequences: dict[str, Sequence] = {}
-        self.reported_input_logprobs: set[str] = set()
         self.updates: list[Update] = []
         self.outbox: list[FromRank] = []
         self.layout = self.runner.pools.layout()
@@ -120,13 +119,13 @@ class EngineHost:
             self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        self.sequences.pop(sequence.rid, None)
-        self.reported_input_logprobs.discard(sequence.rid)
+        if self.sequences.get(sequence.rid) is sequence:  # not a newer one that took over its rid
+            del self.sequences[sequence.rid]
 
     def _input_logprobs(self, sequence: Sequence) -> list[TokenLogprob] | None:
-        if not sequence.logprobs.wanted or sequence.rid in self.reported_input_logprobs:
+        if not sequence.logprobs.wanted or sequence.reported_prompt_logprobs:
             return None
-        self.reported_input_logprobs.add(sequence.rid)
+        sequence.reported_prompt_logprobs = True
         return sequence.prompt_logprobs
 
     def take_outbox(self) -> list[FromRank]:
@@ -229,6 +228,10 @@ def resolve_context_length(engine: EngineConfig, hybrid: HybridConfig) -> int:
 
 def _busy() -> ErrorRecord:
     return RequestError("requests are running", code="busy").record()
+
+
+def room_in_use(room: int) -> RequestError:
+    return RequestError(f"room {room} is in use", code="room_in_use", param="bootstrap_room")
 
 
 def local_timing(sequence: Sequence) -> Timing:

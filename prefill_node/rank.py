@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from common.config import NodeConfig
 from common.errors import AbortedError, ServingError, WorkerError
-from common.handoff import HandoffMetadata
+from common.handoff import HandoffMetadata, prompt_digest
 from common.sampling import FinishReason, TokenLogprob
 from engine.scheduler import Chunk, StepReport
 from engine.sequence import Emission, Sequence
-from node.engine_host import EngineHost
+from node.engine_host import EngineHost, room_in_use
 from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
 from node.transport_memory import host_allocator
@@ -59,7 +59,7 @@ class PrefillRole:
             node_id=f"{config.server.host}:{config.server.port}/{rank}",
         )
         self.rooms: dict[int, PrefillRoom] = {}
-        self.by_rid: dict[str, PrefillRoom] = {}
+        self.room_of: dict[Sequence, PrefillRoom] = {}
 
     def ready(self) -> Ready:
         return self.host.ready(
@@ -72,6 +72,9 @@ class PrefillRole:
         assert message.room is not None, "the front refuses a prefill request without a room"
         sequence = self.host.new_sequence(message)
         room = PrefillRoom(room=message.room.room, sequence=sequence)
+        if room.room in self.rooms:  # over for the transfer perhaps, but its last event is not taken in yet
+            self.host.fail(sequence, room_in_use(room.room))
+            return
         try:
             # A full decode node opens the room late: this waits as long as the client does.
             self.transfer.expect(room.room, message.rid, self.config.first_token_timeout_s)
@@ -79,11 +82,11 @@ class PrefillRole:
             self.host.fail(sequence, error)
             return
         self.rooms[room.room] = room
-        self.by_rid[message.rid] = room
+        self.room_of[sequence] = room
 
     def abort(self, message: Abort) -> None:
         for sequence in self.host.select(message.rid):
-            room = self.by_rid[sequence.rid]
+            room = self.room_of[sequence]
             error = AbortedError(message.message)
             self.transfer.abort(room.room, error)
             self._fail(room, error)
@@ -121,7 +124,7 @@ class PrefillRole:
         for emission in report.emissions:
             self._send_state(emission)
         for sequence, error in report.failures:
-            room = self.by_rid[sequence.rid]
+            room = self.room_of[sequence]
             self.transfer.abort(room.room, error)
             self._fail(room, error)
 
@@ -131,12 +134,12 @@ class PrefillRole:
         page_size = self.host.scheduler.limits.page_size
         is_first = chunk.start == chunk.sequence.num_cached_tokens
         first, end = 0 if is_first else chunk.start // page_size, math.ceil(chunk.end / page_size)
-        room = self.by_rid[chunk.sequence.rid]
+        room = self.room_of[chunk.sequence]
         self.transfer.send_pages(room.room, first, chunk.sequence.page_table[first:end])
 
     def _send_state(self, emission: Emission) -> None:
         sequence = emission.sequence
-        room = self.by_rid[sequence.rid]
+        room = self.room_of[sequence]
         room.token = emission.token
         assert sequence.slot is not None
         saved = sequence.checkpoint
@@ -147,6 +150,7 @@ class PrefillRole:
                 room=room.room,
                 rid=sequence.rid,
                 num_prompt_tokens=sequence.num_prompt_tokens,
+                prompt_digest=prompt_digest(sequence.prompt_ids),
                 num_cached_tokens=sequence.num_cached_tokens,
                 tracked_position=saved.position if saved else -1,
                 first_token=emission.token or NO_TOKEN,
@@ -182,7 +186,7 @@ class PrefillRole:
 
     def _release(self, room: PrefillRoom) -> None:
         self.host.scheduler.release(room.sequence)
-        del self.rooms[room.room], self.by_rid[room.sequence.rid]
+        del self.rooms[room.room], self.room_of[room.sequence]
 
     def take_outbox(self) -> list[FromRank]:
         return self.host.take_outbox()

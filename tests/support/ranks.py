@@ -117,7 +117,7 @@ class Snapshots:
         send_state, adopt = prefill._send_state, decode._adopt
 
         def watched_send(emission: Emission) -> None:
-            room = prefill.by_rid[emission.sequence.rid].room
+            room = prefill.room_of[emission.sequence].room
             self.sent[room] = state_bytes(prefill, emission.sequence)
             send_state(emission)
 

@@ -86,6 +86,7 @@ class Pools:
 def metadata(room: int, rid: str = "r", tracked_position: int = 8) -> HandoffMetadata:
     """Of a prompt of 11 tokens."""
     return HandoffMetadata(
+        prompt_digest=b"",
         room=room,
         rid=rid,
         num_prompt_tokens=11,
