@@ -15,6 +15,8 @@ from transfer.messages import Hello
 
 log = logging.getLogger(__name__)
 
+ACCEPT_PAUSE_S = 0.05
+
 Serve = Callable[[Channel, Hello], Awaitable[None]]
 
 
@@ -54,10 +56,24 @@ class FrameServer:
             self._listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
+        """Take connections for as long as the server lives, whatever one of them does to itself."""
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listener)
-            self._spawn(self._talk(Channel(sock, loop)))
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # too many open files, or a connection that was gone already
+                log.warning("a connection could not be taken: %s", error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            self._spawn(self._welcome(sock, loop))
+
+    async def _welcome(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            channel = Channel(sock, loop)
+        except OSError:  # reset before it was looked at
+            sock.close()
+            return
+        await self._talk(channel)
 
     async def _talk(self, channel: Channel) -> None:
         try:
@@ -74,7 +90,12 @@ class FrameServer:
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a connection's task failed", exc_info=task.exception())
 
 
 async def dial(host: str, port: int, key: bytes | None, hello: Hello, timeout_s: float) -> tuple[Channel, Hello]:

@@ -21,7 +21,7 @@ from transfer.handshake import read_key
 from transfer.lease import Lease, LeaseState
 from transfer.messages import PROTOCOL_VERSION, Answer, Challenge, Hello, Message, Open, Refused
 from transfer.rendezvous import look_up
-from transfer.server import dial
+from transfer.server import FrameServer, dial
 
 Make = Callable[..., Any]
 Config = Callable[..., TransferConfig]
@@ -238,3 +238,26 @@ def test_lease_steps_that_the_picture_lacks_are_bugs() -> None:
             else:
                 with pytest.raises(AssertionError):
                     lease.move(after)
+
+
+async def test_connections_that_are_reset_at_once_do_not_end_the_server() -> None:
+    def hello() -> Hello:
+        return Hello(
+            version=PROTOCOL_VERSION, role="prefill", node_id="p", instance="i", verify=Verify.OFF, layout=make_layout()
+        )
+
+    async def hold(channel: object, peer: Hello) -> None:
+        await asyncio.sleep(5)
+
+    server = FrameServer("127.0.0.1", 0, None, hello, 5.0, hold)
+    await server.start()
+    try:
+        for _ in range(50):
+            sock = socket.create_connection(server.address)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+            await asyncio.sleep(0)
+        channel, _ = await dial(*server.address, None, hello(), 2.0)
+        channel.close()
+    finally:
+        await server.close()
