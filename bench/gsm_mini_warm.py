@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from accuracy.evaluate import Report, evaluate
 from accuracy.gsm_mini import Problem, few_shot, problems, prompt
+from bench.kl import flush
 from bench.results import write_result
 from node.tokenizer import load_tokenizer
 from tests.support.stack import MODEL, Server, stack
@@ -38,8 +38,7 @@ def computed(nodes: Sequence[Server]) -> int:
 
 def three_runs(front: Server, nodes: Sequence[Server], tasks: Sequence[Problem]) -> list[tuple[Report, int]]:
     """(answers, prompt tokens computed) of each run, the first one with empty caches. nodes: those that compute."""
-    flushed = httpx.post(f"{front.url}/flush_cache", timeout=30)
-    assert flushed.status_code == 200, flushed.text
+    flush(front.url)
     found = []
     for _ in RUNS:
         before = computed(nodes)

@@ -12,7 +12,8 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,9 +106,12 @@ def post_all(url: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     return asyncio.run(_post_all(url, bodies))
 
 
-def flush(url: str) -> None:
-    answer = httpx.post(f"{url}/flush_cache", timeout=30)
-    assert answer.status_code == 200, answer.text
+def flush(url: str, within_s: float = 5.0) -> None:
+    """Empty the caches behind this address, which is refused until the last hand-off's memory is back."""
+    deadline = time.monotonic() + within_s
+    while (answer := httpx.post(f"{url}/flush_cache", timeout=30)).status_code != 200:
+        assert time.monotonic() < deadline, answer.text
+        time.sleep(0.02)
 
 
 def sample(url: str, prompts: Sequence[list[int]], lengths: Sequence[int], seed: int) -> list[Sampled]:
@@ -212,23 +216,16 @@ def after_decode_hits(url: str, prompts: Sequence[list[int]], new_tokens: int) -
     return samples
 
 
-def all_cases(
-    url: str, prompts: Sequence[list[int]], new_tokens: int, decode_url: str | None = None
-) -> dict[str, Figures]:
-    """decode_url: of the decode node when `url` is a router's."""
-    return {
-        "cold": measure(url, cold(url, prompts, new_tokens)),
-        "prefill hit": measure(url, after_prefill_hits(url, prompts, new_tokens, decode_url)),
-        "decode hit": measure(url, after_decode_hits(url, prompts, new_tokens)),
-    }
-
-
-def both_modes(running: Stack, prompts: Sequence[list[int]], new_tokens: int) -> dict[str, dict[str, Figures]]:
+def all_modes(running: Stack, prompts: Sequence[list[int]], new_tokens: int) -> Iterator[tuple[str, str, Figures]]:
+    """(mode, case, figures), each as soon as it is known."""
     assert running.unified is not None
-    return {
-        "unified": all_cases(running.unified.url, prompts, new_tokens),
-        "disaggregated": all_cases(running.router.url, prompts, new_tokens, running.decode.url),
-    }
+    for mode, url, decode_url in (
+        ("unified", running.unified.url, None),
+        ("disaggregated", running.router.url, running.decode.url),
+    ):
+        yield mode, "cold", measure(url, cold(url, prompts, new_tokens))
+        yield mode, "prefill hit", measure(url, after_prefill_hits(url, prompts, new_tokens, decode_url))
+        yield mode, "decode hit", measure(url, after_decode_hits(url, prompts, new_tokens))
 
 
 def row(dtype: DType, mode: str, case: str, found: Figures) -> dict[str, Any]:
@@ -246,6 +243,14 @@ def row(dtype: DType, mode: str, case: str, found: Figures) -> dict[str, Any]:
     }
 
 
+def line(r: dict[str, Any]) -> str:
+    verdict = "ok" if r["within"] else "ABOVE"
+    return (
+        f"{r['dtype']:9} {r['mode']:14} {r['case']:12} KL {r['kl']:.2e}  bound {r['bound']:.0e}  {verdict:5} "
+        f"largest |r| {r['largest_logprob_difference']:.2e}  cached {r['cached_share_of_prompts']:.2f}"
+    )
+
+
 @click.command()
 @click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, default=DTYPES, show_default=True)
 @click.option("--prompts", "count", default=48, show_default=True)
@@ -256,16 +261,9 @@ def main(dtypes: Sequence[str], count: int, new_tokens: int) -> None:
     for dtype in map(DType, dtypes):
         options = ["--dtype", dtype.value, *POOLS]
         with tempfile.TemporaryDirectory() as folder, stack(Path(folder), with_unified=True, extra=options) as running:
-            found = both_modes(running, prompts, new_tokens)
-        rows += [
-            row(dtype, mode, case, figures) for mode, by_case in found.items() for case, figures in by_case.items()
-        ]
-    for r in rows:
-        verdict = "ok" if r["within"] else "ABOVE"
-        print(
-            f"{r['dtype']:9} {r['mode']:14} {r['case']:12} KL {r['kl']:.2e}  bound {r['bound']:.0e}  {verdict:5} "
-            f"largest |r| {r['largest_logprob_difference']:.2e}  cached {r['cached_share_of_prompts']:.2f}"
-        )
+            for mode, case, found in all_modes(running, prompts, new_tokens):
+                rows.append(row(dtype, mode, case, found))
+                print(line(rows[-1]), flush=True)
     write_result(
         "kl",
         {"prompts": count, "prompt_tokens": "1500-3500", "new_tokens": new_tokens, "parallel": PARALLEL, "rows": rows},

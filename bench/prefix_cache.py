@@ -22,10 +22,10 @@ from typing import Any
 
 import aiohttp
 import click
-import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.kl import flush
 from bench.results import write_result
 from tests.support.stack import Server, node, stack, wait_healthy
 
@@ -46,11 +46,6 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
 
 def sampling(new_tokens: int) -> dict[str, Any]:
     return {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-
-
-def flush(url: str) -> None:
-    answer = httpx.post(f"{url}/flush_cache", timeout=30)
-    assert answer.status_code == 200, answer.text
 
 
 # -- time to the first token -------------------------------------------------------------------------------------------
