@@ -1,8 +1,8 @@
 """Prefix hits, checkpoints, overlap, pieces and the hand-off in every combination ≡ each prompt cold and alone.
 
 A case first sends prefixes, then prompts that continue them, on ranks with a real engine (a random model whose chunk is
-c) and, where disaggregated, a real hand-off. With two turns the prompts continue the answers too, each its own. Tokens,
-logprobs and the final conv and SSM states must be those of a cold run alone without any cache.
+c) and, where disaggregated, a real hand-off. Some continue the answers too. Tokens, logprobs and the final conv and SSM
+states must be those of a cold run alone without any cache.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ def shape(chunk: int) -> Shape:
     return Shape("M*-M", 48, 4, 12, 16, 2, CONV, chunk, 4, 2, 16, 64)
 
 
+def save_model(chunk: int, folder: Path) -> Path:
+    """A random model with a tokenizer."""
+    make_model(shape(chunk), seed=chunk).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder / name)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """chunk → a random model's folder."""
-    folders = {}
-    for chunk in (8, 16):
-        folders[chunk] = tmp_path_factory.mktemp(f"chunk{chunk}")
-        make_model(shape(chunk), seed=chunk).save_pretrained(folders[chunk])
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(MODEL / name, folders[chunk] / name)
-    return folders
+    return {chunk: save_model(chunk, tmp_path_factory.mktemp(f"chunk{chunk}")) for chunk in (8, 16)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """s, u: see `prefix_lengths` and `suffix_lengths`, as indices. cut: prefill budget in cache chunks, 0 is off.
 
-    turns: 1, prefixes of one stem, one after the other; 2, prefixes of their own, at once, and prompts that continue
-    prefix and answer.
+    answer: none, the prefixes are of one stem, and sent one after the other; else each prompt has a prefix of its own,
+    sent at once, and continues its answer of 2 tokens (short), or of so many that decode saves a state (long).
     """
 
     chunk: int
@@ -65,7 +67,7 @@ class Case:
     mixed: bool
     disaggregated: bool
     local: int
-    turns: int
+    answer: str
 
     @property
     def cache_chunk(self) -> int:
@@ -89,7 +91,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "mixed": (False, True),
     "disaggregated": (False, True),
     "local": (0, 256),
-    "turns": (1, 2),
+    "answer": ("none", "short", "long"),
 }
 
 
@@ -217,13 +219,15 @@ def send_prefixes(ranks: Ranks, case: Case, seed: int) -> list[list[int]]:
     """Returns the prompts that continue them."""
     lengths = lengths_of(case, random.Random(seed))
     suffixes = [tokens(1000 + seed * 31 + i, m) for i, (_, m) in enumerate(lengths)]
-    if case.turns == 1:
+    if case.answer == "none":
         stem = tokens(seed % 5, max(prefix_lengths(case.chunk)))
         for n in sorted({n for n, _ in lengths if n}):
             ranks.run([Request(prompt=stem[:n], max_new_tokens=2)])
         return [stem[:n] + suffix for (n, _), suffix in zip(lengths, suffixes, strict=True)]
     prefixes = [tokens(2000 + seed * 31 + i, n) for i, (n, _) in enumerate(lengths)]
-    asked = [Request(prompt=p, max_new_tokens=case.cache_chunk + 2) for p in prefixes if p]
+    asked = [
+        Request(prompt=p, max_new_tokens=2 if case.answer == "short" else case.cache_chunk + 2) for p in prefixes if p
+    ]
     answers = iter(ranks.run(asked))
     return [p + (next(answers).ids if p else []) + suffix for p, suffix in zip(prefixes, suffixes, strict=True)]
 
@@ -232,6 +236,11 @@ def send_prefixes(ranks: Ranks, case: Case, seed: int) -> list[list[int]]:
 def ranks_of(case: Case, models: dict[int, Path], **settings: Any) -> Iterator[Ranks]:
     make = disaggregated_ranks if case.disaggregated else unified_ranks
     with make(model=models[case.chunk], engine=engine(case), **settings) as ranks:
+        for role in ranks.roles:
+            pools = role.host.runner.pools  # type: ignore[attr-defined]
+            pools.poison_pages(range(1, pools.num_pages))
+            for slot in range(1, pools.num_slots):
+                pools.poison_slot(slot)
         yield ranks
 
 

@@ -1,0 +1,343 @@
+"""Faults that have happened in public, put in on purpose: the sweep's comparison with cold runs must notice each.
+
+Digests are off, so that only wrong answers can tell. Each case passes unbroken. Broken, its requests still run to their
+end, and it is the comparison that fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.batch
+import engine.nemotron_h
+import engine.ops.conv
+import engine.ops.ssd
+import engine.runner
+import engine.scheduler
+from common.config import LoopbackFaults, Verify
+from decode_node.rank import DecodeRole
+from engine.batch import ForwardBatch, Row, Track
+from engine.pools import StatePools
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.tracking import Boundary
+from tests.e2e.test_state_tracking import Case, References, assert_cold, run, save_model
+from transfer.sender import PrefillTransfer
+
+Patch = pytest.MonkeyPatch
+Break = Callable[[Patch], None]
+
+ONE = Case(
+    chunk=8, page=1, s=11, u=1, batch="three", strategy="extra_buffer", overlap=True, cut=0, mixed=False,
+    disaggregated=False, local=256, answer="none",
+)  # fmt: skip
+SHORT = dataclasses.replace(ONE, answer="short")
+LONG = dataclasses.replace(ONE, answer="long", page=16, chunk=16)
+PLAIN_SHORT, PLAIN_LONG = (dataclasses.replace(case, overlap=False) for case in (SHORT, LONG))
+MIXED = dataclasses.replace(SHORT, mixed=True, cut=1)
+MIXED_LONG = dataclasses.replace(MIXED, answer="long", batch="sixteen")
+APART, APART_SHORT, APART_LONG = (dataclasses.replace(case, disaggregated=True) for case in (ONE, SHORT, LONG))
+APART_SENT = dataclasses.replace(APART, local=0)
+CASES = {
+    "one": ONE,
+    "short": SHORT,
+    "long": LONG,
+    "short-plain": PLAIN_SHORT,
+    "long-plain": PLAIN_LONG,
+    "mixed": MIXED,
+    "mixed-long": MIXED_LONG,
+    "apart": APART,
+    "apart-sent": APART_SENT,
+    "apart-short": APART_SHORT,
+    "apart-long": APART_LONG,
+}
+SEED = 12  # prefixes of 3c + 7, c + 1 and 2c + 1 tokens
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    return {chunk: save_model(chunk, tmp_path_factory.mktemp(f"chunk{chunk}")) for chunk in (8, 16)}
+
+
+@pytest.fixture(scope="module")
+def references(models: dict[int, Path]) -> References:
+    return References(models)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_unbroken_every_case_is_equivalent_to_a_cold_run(
+    case: Case, models: dict[int, Path], references: References
+) -> None:
+    assert_cold(run(case, SEED, models, verify=Verify.OFF), case.chunk, references)
+
+
+def must_differ(broken: Break, case: Case, models: dict[int, Path], references: References, **settings: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        broken(patch)
+        found = run(case, SEED, models, verify=Verify.OFF, **settings)
+    with pytest.raises(AssertionError):
+        assert_cold(found, case.chunk, references)
+
+
+# -- what is saved -------------------------------------------------------------------------------------------------
+
+
+def prefill_copies_skipped(patch: Patch) -> None:
+    for module in (engine.ops.conv, engine.ops.ssd):
+        patch.setattr(module, "save_states", lambda pool, states: None)
+
+
+def prefill_ssm_copy_skipped(patch: Patch) -> None:
+    patch.setattr(engine.ops.ssd, "save_states", lambda pool, states: None)
+
+
+def decode_copy_skipped(patch: Patch) -> None:
+    original = engine.batch._decode_part
+    patch.setattr(engine.batch, "_decode_part", lambda *args: dataclasses.replace(original(*args), tracks=()))
+
+
+def conv_window_off_by_one(patch: Patch) -> None:
+    original = engine.nemotron_h.plan_conv
+
+    def shifted(*args: Any) -> Any:
+        plan = original(*args)
+        return dataclasses.replace(plan, tracks=tuple((slot, begin - 1) for slot, begin in plan.tracks))
+
+    patch.setattr(engine.nemotron_h, "plan_conv", shifted)
+
+
+def global_grid(patch: Patch) -> None:
+    """Chunks are cells of the packed batch, and the state that is saved is the one that such a cell begins with."""
+    original = engine.nemotron_h.plan_chunks
+
+    def packed(
+        starts: Sequence[int], lengths: Sequence[int], chunk: int, tracks: Sequence[Boundary], device: Any
+    ) -> Any:
+        offsets = [sum(lengths[:i]) for i in range(len(lengths))]
+        plan = original(offsets, lengths, chunk, (), device)
+
+        def row(one: Boundary) -> int:
+            if one.offset == lengths[one.sequence]:
+                return plan.rows + one.sequence
+            return int(plan.tokens[offsets[one.sequence] + one.offset]) // plan.width
+
+        return dataclasses.replace(plan, tracks=tuple((one.slot, row(one)) for one in tracks))
+
+    patch.setattr(engine.nemotron_h, "plan_chunks", packed)
+
+
+def recorded_a_chunk_too_late(patch: Patch) -> None:
+    """Prefill saves the state of the multiple of the chunk before the position that it is recorded under."""
+    original = ModelRunner.forward
+
+    def early(row: Row, chunk: int) -> Row:
+        if row.track is None or len(row.token_ids) == 1 or row.track.position - chunk <= row.start:
+            return row
+        return dataclasses.replace(row, track=Track(row.track.position - chunk, row.track.slot))
+
+    patch.setattr(
+        ModelRunner,
+        "forward",
+        lambda self, rows: original(self, [early(row, self.config.chunk_size) for row in rows]),
+    )
+
+
+def checkpoint_a_step_late(patch: Patch) -> None:
+    """Decode saves its state a step after the interval and records it under the interval."""
+    due, donate = engine.scheduler.decode_due, Scheduler._donate
+
+    def late(self: Scheduler, share: Any, track: Track) -> None:
+        donate(self, share, track if share.chunk else Track(track.position - 1, track.slot))
+
+    patch.setattr(engine.scheduler, "decode_due", lambda position, interval: due(position - 1, interval))
+    patch.setattr(Scheduler, "_donate", late)
+
+
+def donated_slot_also_written(patch: Patch) -> None:
+    """A sequence that has saved a state goes on writing into the slot that it gave away."""
+    original = ModelRunner.forward
+
+    def forward(self: ModelRunner, rows: Sequence[Row]) -> Tensor:
+        logits = original(self, rows)
+        given = given_away(id(self))
+        for row in rows:
+            if row.start == 0:
+                given.pop(row.slot, None)
+            if row.track is not None:
+                given[row.slot] = row.track.slot
+            elif row.slot in given:
+                self.pools.copy_slot(row.slot, given[row.slot])
+        return logits
+
+    @cache
+    def given_away(runner: int) -> dict[int, int]:
+        return {}
+
+    patch.setattr(ModelRunner, "forward", forward)
+
+
+SAVED = [
+    (prefill_copies_skipped, [ONE, SHORT, PLAIN_SHORT, MIXED, APART, APART_SHORT]),
+    (prefill_ssm_copy_skipped, [ONE, APART]),
+    (decode_copy_skipped, [LONG, PLAIN_LONG, APART_LONG]),
+    (conv_window_off_by_one, [ONE, SHORT, MIXED, APART]),
+    (global_grid, [SHORT, PLAIN_SHORT, APART_SHORT]),
+    (recorded_a_chunk_too_late, [SHORT, PLAIN_SHORT, APART_SHORT]),
+    (checkpoint_a_step_late, [LONG, PLAIN_LONG, MIXED_LONG, APART_LONG]),
+    (donated_slot_also_written, [ONE, SHORT, LONG, PLAIN_LONG, APART_LONG]),
+]
+
+
+def each(table: Iterable[tuple[Break, Iterable[Case]]]) -> Any:
+    names = {case: name for name, case in CASES.items()}
+    pairs = [(broken, case) for broken, cases in table for case in cases]
+    ids = [f"{broken.__name__}-{names[case]}" for broken, case in pairs]
+    return pytest.mark.parametrize(("broken", "case"), pairs, ids=ids)
+
+
+@each(SAVED)
+def test_a_wrong_saved_state_is_noticed(
+    broken: Break, case: Case, models: dict[int, Path], references: References
+) -> None:
+    must_differ(broken, case, models, references)
+
+
+# -- what is read --------------------------------------------------------------------------------------------------
+
+
+def initial_state_ignored_on_a_hit(patch: Patch) -> None:
+    original = engine.batch._prefill_part
+
+    def fresh(*args: Any) -> Any:
+        part = original(*args)
+        return dataclasses.replace(part, fresh=torch.ones_like(part.fresh))
+
+    patch.setattr(engine.batch, "_prefill_part", fresh)
+
+
+def conv_state_not_copied_on_a_hit(patch: Patch) -> None:
+    def copy_slots(self: StatePools, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            self.ssm[target], self.conv[target] = self.ssm[source], 0
+
+    patch.setattr(StatePools, "copy_slots", copy_slots)
+
+
+READ = [
+    (initial_state_ignored_on_a_hit, [ONE, SHORT, LONG, APART]),
+    (conv_state_not_copied_on_a_hit, [ONE, SHORT, LONG, APART]),
+]
+
+
+@each(READ)
+def test_a_saved_state_that_is_not_read_is_noticed(
+    broken: Break, case: Case, models: dict[int, Path], references: References
+) -> None:
+    must_differ(broken, case, models, references)
+
+
+# -- metadata of steps that mix prefill and decode -----------------------------------------------------------------
+
+
+def dropped(part: str, field: str, lost: Callable[[Any], Any]) -> Break:
+    """The field of a step's metadata is lost where the step has both kinds of rows."""
+
+    def broken(patch: Patch) -> None:
+        original = engine.runner.build_batch
+
+        def build(rows: Sequence[Row], **where: Any) -> ForwardBatch:
+            batch = original(rows, **where)
+            if batch.decode is None or batch.prefill is None:
+                return batch
+            whole = getattr(batch, part)
+            changed = dataclasses.replace(whole, **{field: lost(getattr(whole, field))})
+            return dataclasses.replace(batch, **{part: changed})
+
+        patch.setattr(engine.runner, "build_batch", build)
+
+    broken.__name__ = f"{part}_{field}_lost"
+    return broken
+
+
+FIELDS = [
+    (dropped("prefill", "tracks", lambda tracks: ()), [MIXED]),
+    (dropped("decode", "tracks", lambda tracks: ()), [MIXED_LONG]),
+    (dropped("prefill", "fresh", torch.zeros_like), [MIXED, MIXED_LONG]),
+]
+
+
+@each(FIELDS)
+def test_a_field_lost_in_mixed_steps_is_noticed(
+    broken: Break, case: Case, models: dict[int, Path], references: References
+) -> None:
+    must_differ(broken, case, models, references)
+
+
+# -- what crosses the wire -----------------------------------------------------------------------------------------
+
+
+def clear(role: DecodeRole, slot: int | None) -> None:
+    pools = role.host.runner.pools
+    pools.conv[slot], pools.ssm[slot] = 0, 0
+
+
+def received_slot_cleared(patch: Patch) -> None:
+    adopt = DecodeRole._adopt
+
+    def cleared(self: DecodeRole, room: Any, event: Any) -> None:
+        clear(self, room.sequence.slot)
+        adopt(self, room, event)
+
+    patch.setattr(DecodeRole, "_adopt", cleared)
+
+
+def received_track_slot_cleared(patch: Patch) -> None:
+    cache_prompt = DecodeRole._cache_prompt
+
+    def cleared(self: DecodeRole, room: Any, event: Any) -> None:
+        cache_prompt(self, room, event)
+        if room.sequence.checkpoint is not None:
+            clear(self, room.sequence.checkpoint.slot)
+
+    patch.setattr(DecodeRole, "_cache_prompt", cleared)
+
+
+def anothers_track_slot_sent(patch: Patch) -> None:
+    send_state, slots = PrefillTransfer.send_state, list[int]()
+
+    def swapped(self: PrefillTransfer, room: int, slot: int, track_slot: int | None = None) -> None:
+        if track_slot is not None:
+            slots.append(track_slot)
+        send_state(self, room, slot, None if track_slot is None else slots[-2:][0])
+
+    patch.setattr(PrefillTransfer, "send_state", swapped)
+
+
+WIRE = [
+    (received_slot_cleared, [APART_SENT, APART_SHORT, APART_LONG]),
+    (received_track_slot_cleared, [APART, APART_SHORT]),
+    (anothers_track_slot_sent, [APART_SHORT]),
+]
+
+
+@each(WIRE)
+def test_a_wrong_state_from_the_wire_is_noticed(
+    broken: Break, case: Case, models: dict[int, Path], references: References
+) -> None:
+    must_differ(broken, case, models, references)
+
+
+@pytest.mark.parametrize("fault", ["drop", "zero"])
+@pytest.mark.parametrize("case", [APART, APART_SHORT], ids=["apart", "apart-short"])
+def test_a_track_slot_that_did_not_come_is_noticed(
+    fault: str, case: Case, models: dict[int, Path], references: References
+) -> None:
+    must_differ(lambda patch: None, case, models, references, faults=LoopbackFaults(**{fault: "track"}))
