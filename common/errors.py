@@ -101,6 +101,7 @@ _BY_TYPE: dict[str, type[ServingError]] = {
 
 
 def from_record(record: ErrorRecord) -> ServingError:
-    """The exception that `ServingError.record` was made from."""
+    """The exception that `ServingError.record` was made from. A peer's status that is no HTTP error's becomes 500."""
     cls = _BY_TYPE.get(record.type, ServingError)
-    return cls(record.message, code=record.code, param=record.param, status=record.status)
+    status = record.status if 400 <= record.status <= 599 else ServingError.status
+    return cls(record.message, code=record.code, param=record.param, status=status)

@@ -13,12 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from common.config import NodeConfig, Role
-from common.errors import ErrorRecord, RequestError, ServingError, WorkerError
+from common.errors import RequestError, ServingError, WorkerError
+from common.http_server import error_response, http_error_response
 from common.json_body import decode_object
 from common.sampling import LogprobOptions, SamplingParams
 from node.exchange import Exchange
 from node.fields import NumberRule, read_bool, read_number, read_string
-from node.generate import Generator, error_response, json_response, read_body
+from node.generate import Generator, json_response
 from node.info import model_info, server_info
 from node.limits import ServingLimits
 from node.messages import Submit
@@ -47,7 +48,7 @@ class ServingNode:
         return self.config.transfer.liveness_timeout_s
 
     def check_alive(self) -> None:
-        """Raises the error of a rank that is dead."""
+        """Raises the error of a rank that is dead or silent."""
         for error in self.client.errors():
             raise error
 
@@ -65,7 +66,7 @@ def create_app(node: ServingNode) -> FastAPI:
     _add_errors(app)
     _add_health(app, node)
     _add_info(app, node)
-    _add_control(app, node)
+    _add_control(app, node, generator)
     return app
 
 
@@ -76,17 +77,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        known = {404: f"no such path: {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
-        record = ErrorRecord(
-            type=RequestError.type,
-            code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error"),
-            message=known.get(error.status_code, str(error.detail)),
-            status=error.status_code,
-            retryable=False,
-        )
-        response = json_response(record.body(), error.status_code)
-        response.headers.update(error.headers or {})
-        return response
+        return http_error_response(request, error)
 
     @app.exception_handler(Exception)
     async def our_error(request: Request, error: Exception) -> Response:
@@ -128,10 +119,10 @@ async def _make_token(node: ServingNode, rank: int) -> None:
         arrival_s=time.monotonic(),
     )
     request = GenerateRequest(
-        submits=[submit], is_list=False, group=None, dp_rank=rank, stream=False, return_text=False
+        submits=[submit], is_list=False, groups=[None], dp_rank=rank, stream=False, return_text=False
     )
     exchange = Exchange(node.client, node.tokenizer, request)
-    exchange.start()
+    await exchange.start()
     try:
         await exchange.result()
     finally:
@@ -160,7 +151,7 @@ async def _state(node: ServingNode, rank: int) -> dict[str, Any]:
         return error.record().body()
 
 
-def _add_control(app: FastAPI, node: ServingNode) -> None:
+def _add_control(app: FastAPI, node: ServingNode, generator: Generator) -> None:
     @app.api_route("/flush_cache", methods=["GET", "POST"])
     async def flush_cache(request: Request) -> Response:
         deadline = time.monotonic() + _read_timeout(request.query_params.get("timeout"))
@@ -178,7 +169,7 @@ def _add_control(app: FastAPI, node: ServingNode) -> None:
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:
-        raw = decode_object(await read_body(request, node.config.server.max_body_bytes))
+        raw = decode_object(await generator.read(request))
         if read_bool("abort_all", raw.get("abort_all") or False):
             node.client.abort_all("aborted by request")
         elif raw.get("rid") is None:

@@ -37,10 +37,11 @@ class Exchange:
     def is_finished(self) -> bool:
         return not self._unfinished
 
-    def start(self) -> None:
-        """Submit all sequences. Raises RequestError (rid or room in use) or WorkerError (rank dead)."""
+    async def start(self) -> None:
+        """Submit all sequences. Raises RequestError (rid or room in use) or WorkerError (rank dead or silent)."""
         request = self._request
-        self._client.submit(request.submits, self._mailbox, group=request.group, rank=request.dp_rank)
+        await self._client.let_end(request.submits)
+        self._client.submit(request.submits, self._mailbox, groups=request.groups, rank=request.dp_rank)
 
     async def advance(self) -> list[str]:
         """Wait for news; the rids that have any. Raises the error of a sequence that failed, or that of `abandon`."""
@@ -75,7 +76,7 @@ class Exchange:
     def abandon(self, error: ServingError) -> None:
         """End what still runs, once; a reader that waits gets the error."""
         if not self._mailbox.is_closed:
-            self._client.abort(self._unfinished, error.message)
+            self._client.abort(self._unfinished, error.message, of=self._mailbox)
             self._mailbox.close(error)
 
     @asynccontextmanager

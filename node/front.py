@@ -1,6 +1,7 @@
 """The front process of a node: starts the ranks, serves HTTP, ends the ranks.
 
     check ports ──► start ranks ──► all Ready ──► (bootstrap endpoint) ──► HTTP … SIGTERM ──► Shutdown ──► exit
+                                                                                └── the last rank died ──► exit 1
 
 No torch here: the front is small and starts quickly.
 """
@@ -25,6 +26,7 @@ import uvicorn
 
 from common.config import NodeConfig, Role, ServerConfig, check_node_config
 from common.errors import ConfigError, WorkerError
+from common.http_server import LimitedProtocol
 from common.logs import configure_logging
 from node.app import ServingNode, create_app
 from node.bootstrap import StartBootstrap, start_bootstrap
@@ -57,7 +59,8 @@ def serve(
 
     command: how to start a rank; `--ipc DIR --rank R` is added, the config goes to its stdin as JSON. Raises
     ConfigError for settings that cannot work, a port that is taken among them, and WorkerError when a rank dies before
-    it is ready. rank_stop_s: how long a rank may take to shut down before it gets SIGTERM, then SIGKILL.
+    it is ready or when no rank is left. rank_stop_s: how long a rank may take to shut down before it gets SIGTERM, then
+    SIGKILL.
     """
     configure_logging(config.server.log_level, f"{config.role.value}/front")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -90,12 +93,18 @@ class _Front:
     listener: socket.socket
     ipc_dir: Path
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    last_death: WorkerError | None = None  # of the last rank that lived, while the node served
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
-        client = RankClient(self.ipc_dir, silence_timeout_s=self.config.transfer.first_token_timeout_s)
+        transfer = self.config.transfer
+        client = RankClient(
+            self.ipc_dir,
+            silence_timeout_s=transfer.first_token_timeout_s,
+            liveness_timeout_s=transfer.liveness_timeout_s,
+        )
         client.start()
         try:
             async with self._ranks(client):
@@ -104,6 +113,8 @@ class _Front:
                     await self._serve_ready(client, readies)
         finally:
             client.close()
+        if self.last_death is not None:
+            raise self.last_death
 
     @asynccontextmanager
     async def _ranks(self, client: RankClient) -> AsyncIterator[None]:
@@ -126,9 +137,14 @@ class _Front:
     async def _watch(self, process: RankProcess, client: RankClient) -> None:
         error = await process.wait()
         log.error(error.message)
-        if len(client.readies()) < self.num_ranks:
+        is_serving = len(client.readies()) == self.num_ranks
+        if not is_serving:
             await asyncio.sleep(LAST_WORDS_S)  # its StartFailed, which says more, may still be on its way
         client.on_rank_death(process.rank, error)
+        if is_serving and client.all_dead and not self.stopping.is_set():
+            log.error("no rank is left: the node ends")
+            self.last_death = error
+            self.stopping.set()
 
     async def _serve_ready(self, client: RankClient, readies: list[Ready]) -> None:
         async with self._bootstrap(readies) as bootstrap_port:
@@ -158,7 +174,7 @@ class _Front:
         server = _Server(
             uvicorn.Config(
                 create_app(node),
-                http="httptools",
+                http=LimitedProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -10,17 +10,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.config import NodeConfig, Role
-from common.errors import RequestError, ServingError
+from common.errors import ServingError
+from common.http_server import read_body
 from common.json_body import decode_object
 from node.answers import DONE_EVENT, error_event, event, json_bytes
 from node.exchange import Exchange
 from node.limits import ServingLimits
 from node.rank_client import RankClient
-from node.requests import GenerateRequest, ParsedRequest, expand, parse
+from node.requests import GenerateRequest, ParsedRequest, check_text_sizes, expand, parse
 from node.tokenizer import Tokenizer
 
 LONG_TEXT_CHARACTERS = 20_000
-DRAINED_BYTES_FACTOR = 8
 
 
 class Generator:
@@ -30,34 +30,48 @@ class Generator:
         self._limits = limits
         self._tokenizer = tokenizer
         self._client = client
-        self._max_body_bytes = config.server.max_body_bytes
+        self._server = config.server
 
     async def respond(self, request: Request) -> Response:
         """Raises ServingError when there is no answer. A prefill node never streams: it makes one token."""
         arrival_s = time.monotonic()
-        raw = decode_object(await read_body(request, self._max_body_bytes))
+        raw = decode_object(await self.read(request))
         generate = await self.prepare(parse(raw, self._limits), arrival_s)
         exchange = Exchange(self._client, self._tokenizer, generate)
-        exchange.start()
+        await exchange.start()
         if generate.stream and self._limits.role is not Role.PREFILL:
             return EventStream(exchange)
         async with exchange.while_connected(request.receive):
             return json_response(await exchange.result())
 
+    async def read(self, request: Request) -> bytes:
+        """The body, within the server's limits of size and time."""
+        server = self._server
+        return await read_body(
+            request.scope, request.receive, max_bytes=server.max_body_bytes, timeout_s=server.upload_timeout_s
+        )
+
     async def prepare(self, parsed: ParsedRequest, arrival_s: float) -> GenerateRequest:
-        """Tokenise and check the lengths. A long text is tokenised outside the event loop."""
+        """Tokenise and check the lengths. What cannot fit is refused first; a long text is tokenised in a thread."""
         if parsed.field != "text":
             token_ids = [prompt for prompt in parsed.prompts if isinstance(prompt, list)]
         else:
             texts = [prompt for prompt in parsed.prompts if isinstance(prompt, str)]
+            check_text_sizes(texts, self._tokenizer.longest_token_bytes, self._limits)
             if sum(map(len, texts)) > LONG_TEXT_CHARACTERS:
-                token_ids = await asyncio.to_thread(self._encode, texts)
+                token_ids = await asyncio.to_thread(self._encode_long, texts)
             else:
-                token_ids = self._encode(texts)
+                token_ids = [self._tokenizer.encode(text) for text in texts]
         return expand(parsed, token_ids, self._limits, arrival_s=arrival_s)
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
-        return [self._tokenizer.encode(text) for text in texts]
+    def _encode_long(self, texts: list[str]) -> list[list[int]]:
+        """Stops after the first text that is too long: it is refused, so nobody needs those after it."""
+        token_ids: list[list[int]] = []
+        for text in texts:
+            token_ids.append(self._tokenizer.encode_long(text))
+            if len(token_ids[-1]) >= self._limits.context_length:
+                break
+        return token_ids
 
 
 class EventStream(Response):
@@ -92,29 +106,5 @@ class EventStream(Response):
             return error_event(error.record())
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises RequestError (413) when it is longer than max_bytes, of which no more is kept.
-
-    The rest of a body that is too long is read and dropped, within limits, so that the client gets to read the answer.
-    """
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= max_bytes:
-            chunks.append(chunk)
-        elif size > DRAINED_BYTES_FACTOR * max_bytes:
-            break
-        else:
-            chunks.clear()
-    if size > max_bytes:
-        raise RequestError(f"the body has more than {max_bytes} bytes", code="body_too_large", status=413)
-    return b"".join(chunks)
-
-
 def json_response(value: object, status: int = 200) -> Response:
     return Response(json_bytes(value), status_code=status, media_type="application/json")
-
-
-def error_response(error: ServingError) -> Response:
-    return json_response(error.record().body(), error.http_status)

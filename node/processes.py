@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -102,6 +103,16 @@ async def start_rank(config: NodeConfig, command: list[str], ipc_dir: Path, rank
     process.stdin.write(msgspec.json.encode(config))
     process.stdin.close()
     return started
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used, all its threads together; 0 when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0.0
+    user, system = stat.rpartition(b")")[2].split()[11:13]  # fields 14 and 15; the name before them may hold anything
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def how_ended(code: int) -> str:

@@ -29,6 +29,8 @@ from common.logs import configure_logging
 from node.messages import (
     Abort,
     FromRank,
+    Ping,
+    Pong,
     Query,
     Ready,
     Shutdown,
@@ -95,7 +97,7 @@ class RankLoop:
                 self.outbox.send(from_rank_encoder.encode(message))
 
     def _receive(self, wait_ms: int) -> bool:
-        """Hand every message that has come to the role. False when one of them was `Shutdown`."""
+        """Hand every message that has come to the role, but answer a `Ping`. False when one of them was `Shutdown`."""
         ready = dict(self.poller.poll(wait_ms))
         if self.waker.fd in ready:
             self.waker.clear()
@@ -111,6 +113,8 @@ class RankLoop:
                     self.role.abort(message)
                 case Query() as message:
                     self.role.query(message)
+                case Ping(ticket=ticket):
+                    self.outbox.send(from_rank_encoder.encode(Pong(ticket=ticket)))
                 case Shutdown():
                     return False
 

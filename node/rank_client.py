@@ -4,7 +4,11 @@
     mailbox ◄── PULL ipc://DIR/from_ranks ◄── every rank
 
 All methods are called by the event loop's thread. A sequence is running, its rid and its room taken, from `submit`
-until its rank says that it ended: also one whose client has gone.
+until its rank says that it ended: also one whose client has gone or was told that it failed.
+
+A rank answers pings between two steps. One that neither answers nor computes (uses next to no processor time) for the
+liveness time-out is silent: what it runs fails, and nothing is given to it until it answers again. So a long step is no
+silence, however long. A rank that computes for ever is found by the silence of its sequences.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from node.messages import (
     Abort,
     Failure,
     FromRank,
+    Ping,
+    Pong,
     Query,
     Ready,
     Reply,
@@ -38,11 +44,15 @@ from node.messages import (
     from_rank_decoder,
     to_rank_encoder,
 )
+from node.processes import cpu_seconds
 
 log = logging.getLogger(__name__)
 
 MESSAGES_PER_WAKE = 64
-SWEEP_INTERVAL_S = 1.0
+MAX_WATCH_INTERVAL_S = 1.0
+COMPUTING_SHARE = 0.1  # of one core: a rank that uses as much is in a step
+ENDING_WAIT_S = 2.0
+NOTICE_S = 0.1
 
 
 class Mailbox:
@@ -82,7 +92,10 @@ class Mailbox:
 
 
 class Running(msgspec.Struct, kw_only=True):
-    """One sequence at a rank. group: the rid that its client gave to several. heard_s: last word of the rank."""
+    """One sequence at a rank. group: the rid that its client gave to several. heard_s: last word of the rank on it.
+
+    ending: the rank was asked to end it. told: the mailbox has its failure already. ended: set when it runs no more.
+    """
 
     rid: str
     group: str | None
@@ -90,27 +103,44 @@ class Running(msgspec.Struct, kw_only=True):
     rank: int
     mailbox: Mailbox
     heard_s: float
+    ending: bool = False
+    told: bool = False
+    ended: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
 
 class RankLink(msgspec.Struct, kw_only=True):
-    """One rank as the front sees it. error: why it cannot be used any more."""
+    """One rank as the front sees it. death, silence: why it cannot be used any more, or now.
+
+    heard_s: when it last answered or computed. cpu_s: processor time that it had used when it was last looked at.
+    """
 
     rank: int
     pid: int
     push: zmq.Socket[bytes]
     ready: Ready | None = None
-    error: ServingError | None = None
+    death: ServingError | None = None
+    silence: ServingError | None = None
+    heard_s: float = 0.0
+    cpu_s: float = 0.0
+
+    @property
+    def error(self) -> ServingError | None:
+        return self.death or self.silence
 
 
 class RankClient:
-    """silence_timeout_s: a sequence whose rank says nothing about it for so long has failed.
+    """silence_timeout_s: a sequence whose rank says nothing about it for so long has failed. liveness_timeout_s: a
+    rank that says nothing at all for so long is silent.
 
     `start` begins to listen on ipc_dir; ranks are made known with `add_rank` and are usable after `wait_ready`.
     """
 
-    def __init__(self, ipc_dir: Path, *, silence_timeout_s: float) -> None:
+    def __init__(self, ipc_dir: Path, *, silence_timeout_s: float, liveness_timeout_s: float) -> None:
         self._ipc_dir = ipc_dir
         self._silence_timeout_s = silence_timeout_s
+        self._liveness_timeout_s = liveness_timeout_s
+        self._watch_interval_s = min(MAX_WATCH_INTERVAL_S, liveness_timeout_s / 4)
+        self._watched_s = 0.0
         self._context = zmq.Context()
         self._pull = self._context.socket(zmq.PULL)
         self._pull.set_hwm(0)
@@ -121,7 +151,7 @@ class RankClient:
         self._queries: dict[int, tuple[int, asyncio.Future[Reply]]] = {}
         self._tickets = itertools.count(1)
         self._started: asyncio.Future[None] | None = None
-        self._sweeper: asyncio.TimerHandle | None = None
+        self._watcher: asyncio.TimerHandle | None = None
 
     # -- life of the connection --------------------------------------------------------------------
 
@@ -132,7 +162,7 @@ class RankClient:
         self._fd = int(self._pull.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._receive)
         self._started = self._loop.create_future()
-        self._sweep()
+        self._watch()
 
     def add_rank(self, rank: int, pid: int) -> None:
         assert rank == len(self._links), f"rank {rank} after {len(self._links)} others"
@@ -149,12 +179,12 @@ class RankClient:
 
     def shut_down_ranks(self) -> None:
         for link in self._links:
-            if link.error is None:
+            if link.death is None:
                 self._send(link.rank, Shutdown())
 
     def close(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self._started is not None and self._started.done() and not self._started.cancelled():
             self._started.exception()  # seen, also when nobody waited for it
         self._loop.remove_reader(self._fd)
@@ -166,8 +196,12 @@ class RankClient:
         return [link.ready for link in self._links if link.ready is not None]
 
     def errors(self) -> list[ServingError]:
-        """One for each rank that cannot be used."""
+        """One for each rank that cannot be used, now or ever."""
         return [link.error for link in self._links if link.error is not None]
+
+    @property
+    def all_dead(self) -> bool:
+        return all(link.death is not None for link in self._links)
 
     @property
     def num_ranks(self) -> int:
@@ -179,11 +213,25 @@ class RankClient:
 
     # -- sequences ---------------------------------------------------------------------------------
 
-    def submit(self, submits: list[Submit], mailbox: Mailbox, *, group: str | None, rank: int | None) -> None:
+    async def let_end(self, submits: list[Submit]) -> None:
+        """Wait, for 2 s at most, for sequences of these ids that their rank was asked to end: a client that has left
+        may send the same request again at once."""
+        running = [self._running[submit.rid] for submit in submits if submit.rid in self._running]
+        if not all(entry.ending for entry in running):
+            await asyncio.sleep(NOTICE_S)  # a client that has just left may not have been noticed yet
+        try:
+            async with asyncio.timeout(ENDING_WAIT_S):
+                for entry in running:
+                    if entry.ending:
+                        await entry.ended.wait()
+        except TimeoutError:
+            return  # `submit` says which one is still in use
+
+    def submit(self, submits: list[Submit], mailbox: Mailbox, *, groups: list[str | None], rank: int | None) -> None:
         """Start all sequences of a request, or none of them.
 
-        rank: where the client wants them; None: by room, or else where the fewest run. Raises RequestError for a rid
-        or a room that is in use and WorkerError when the rank is dead.
+        groups: one a sequence. rank: where the client wants them; None: by room, or else where the fewest run. Raises
+        RequestError for a rid or a room that is in use and WorkerError when the rank is dead or silent.
         """
         for submit in submits:
             self._check_free(submit)
@@ -192,14 +240,16 @@ class RankClient:
             if (error := self._links[chosen].error) is not None:
                 raise error
         now = time.monotonic()
-        for submit, chosen in zip(submits, ranks, strict=True):
+        for submit, group, chosen in zip(submits, groups, ranks, strict=True):
             self._add(submit, mailbox, group, chosen, now)
             self._send(chosen, submit)
 
-    def abort(self, rids: Iterable[str], message: str) -> None:
-        """Ask the ranks to end these sequences. What is not running is ignored."""
+    def abort(self, rids: Iterable[str], message: str, *, of: Mailbox | None = None) -> None:
+        """Ask the ranks to end these sequences. What is not running is ignored, and what is not of this mailbox."""
         for rid in rids:
-            if (entry := self._running.get(rid)) is not None:
+            entry = self._running.get(rid)
+            if entry is not None and of in (None, entry.mailbox):
+                entry.ending = True
                 self._send(entry.rank, Abort(rid=rid, message=message))
 
     def abort_all(self, message: str) -> None:
@@ -241,11 +291,12 @@ class RankClient:
         self._load[entry.rank] -= 1
         if entry.room is not None:
             self._rooms.discard(entry.room)
+        entry.ended.set()
 
     # -- questions ---------------------------------------------------------------------------------
 
     async def query(self, rank: int, what: str, *, timeout_s: float) -> dict[str, Any]:
-        """Ask one rank. Raises its error, or WorkerError when it is dead or silent for timeout_s seconds."""
+        """Ask one rank. Raises its error, or WorkerError when it is dead, or silent (also for timeout_s seconds)."""
         if (error := self._links[rank].error) is not None:
             raise error
         ticket = next(self._tickets)
@@ -293,6 +344,8 @@ class RankClient:
                 _, future = self._queries.get(ticket, (0, None))
                 if future is not None and not future.done():
                     future.set_result(message)
+            case Pong(ticket=rank):
+                self._on_pong(self._links[rank])
             case Ready():
                 self._on_ready(message)
             case StartFailed(error=error):
@@ -305,14 +358,15 @@ class RankClient:
         entry.heard_s = now
         if is_last:
             self._forget(entry)
-        entry.mailbox.put(item)
+        if not entry.told:
+            entry.mailbox.put(item)
 
     def _on_ready(self, ready: Ready) -> None:
         link = next((link for link in self._links if link.pid == ready.pid), None)
         if link is None:
             self._fail_start(WorkerError(f"a process that is none of our ranks is ready: pid {ready.pid}"))
             return
-        link.ready = ready
+        link.ready, link.heard_s = ready, time.monotonic()
         if all(link.ready for link in self._links) and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
@@ -324,31 +378,75 @@ class RankClient:
 
     def on_rank_death(self, rank: int, error: ServingError) -> None:
         """The process is gone: everything that it ran or was asked fails at once, with this error."""
-        self._links[rank].error = error
+        self._links[rank].death = error
         self._fail_start(error)
         self.fail_running(error, rank=rank)
+        self._fail_queries(error, rank)
+
+    def fail_running(self, error: ServingError, *, rank: int | None = None) -> None:
+        """End every sequence (of one rank) with this error, without asking the rank."""
+        for entry in [entry for entry in self._running.values() if rank in (None, entry.rank)]:
+            self._forget(entry)
+            self._tell(entry, error.record())
+
+    def _tell(self, entry: Running, record: ErrorRecord) -> None:
+        if not entry.told:
+            entry.told = True
+            entry.mailbox.put(Failure(rid=entry.rid, error=record))
+
+    def _fail_queries(self, error: ServingError, rank: int) -> None:
         for asked, future in self._queries.values():
             if asked == rank and not future.done():
                 future.set_exception(error)
 
-    def fail_running(self, error: ServingError, *, rank: int | None = None) -> None:
-        """End every sequence (of one rank) with this error, without asking the rank."""
-        record = error.record()
-        for entry in [entry for entry in self._running.values() if rank in (None, entry.rank)]:
-            self._fail(entry, record)
+    # -- silence -----------------------------------------------------------------------------------
 
-    def _fail(self, entry: Running, record: ErrorRecord) -> None:
-        self._forget(entry)
-        entry.mailbox.put(Failure(rid=entry.rid, error=record))
+    def _watch(self) -> None:
+        """Look after ranks and sequences, again and again. A front that was held up itself (stopped, suspended, busy)
+        has heard nothing for that reason, so it judges no rank."""
+        now = time.monotonic()
+        was_held_up = now - self._watched_s > 2 * self._watch_interval_s
+        self._watched_s = now
+        for link in self._links:
+            if link.ready is not None and link.death is None:
+                self._watch_rank(link, now, was_held_up)
+        self._sweep(now - self._silence_timeout_s)
+        self._watcher = self._loop.call_later(self._watch_interval_s, self._watch)
 
-    def _sweep(self) -> None:
-        """Fail the sequences whose rank has been silent for too long."""
-        oldest = time.monotonic() - self._silence_timeout_s
-        for entry in [entry for entry in self._running.values() if entry.heard_s < oldest]:
+    def _watch_rank(self, link: RankLink, now: float, was_held_up: bool) -> None:
+        cpu_s = cpu_seconds(link.pid)
+        is_computing = cpu_s - link.cpu_s >= COMPUTING_SHARE * self._watch_interval_s
+        link.cpu_s = cpu_s
+        if is_computing or was_held_up:
+            link.heard_s = now
+        elif now - link.heard_s >= self._liveness_timeout_s and link.silence is None:
+            self._on_silence(link)
+        self._send(link.rank, Ping(ticket=link.rank))
+
+    def _on_silence(self, link: RankLink) -> None:
+        """Everything there fails now; its rids and rooms are free when the rank, awake again, has read the aborts."""
+        message = (
+            f"rank {link.rank} (pid {link.pid}) has neither answered nor computed for {self._liveness_timeout_s:g} s"
+        )
+        log.error(message)
+        error = link.silence = WorkerError(message, code="rank_silent")
+        for entry in [entry for entry in self._running.values() if entry.rank == link.rank]:
+            self.abort([entry.rid], error.message)
+            self._tell(entry, error.record())
+        self._fail_queries(error, link.rank)
+
+    def _on_pong(self, link: RankLink) -> None:
+        link.heard_s = time.monotonic()
+        if link.silence is not None:
+            log.warning("rank %d answers again", link.rank)
+            link.silence = None
+
+    def _sweep(self, oldest_s: float) -> None:
+        """Fail the sequences that their rank has said nothing about since oldest_s."""
+        for entry in [entry for entry in self._running.values() if entry.heard_s < oldest_s and not entry.told]:
             log.warning("rank %d said nothing about %s for %g s", entry.rank, entry.rid, self._silence_timeout_s)
             self.abort([entry.rid], "silent for too long")
-            self._fail(entry, _silent(entry.rank, self._silence_timeout_s))
-        self._sweeper = self._loop.call_later(SWEEP_INTERVAL_S, self._sweep)
+            self._tell(entry, _silent(entry.rank, self._silence_timeout_s))
 
 
 def _silent(rank: int, timeout_s: float) -> ErrorRecord:

@@ -34,7 +34,9 @@ from node.rooms import read_rooms
 from node.sampling_fields import SamplingRequest, read_sampling
 
 MAX_SEQUENCES = 512
+MAX_TEXTS_BYTES = 4 * 1024 * 1024
 MAX_RID_CHARACTERS = 256
+MAX_EXTRA_KEY_CHARACTERS = 1024
 MAX_TOP_LOGPROBS = 1024
 
 
@@ -42,7 +44,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked body whose texts are not tokenised yet.
 
     prompts: of `field`, all texts or all token ids. sampling: one a prompt. The lists after it: one a sequence.
-    is_list: the answer is a list. group: the rid that the client gave to all of its sequences together.
+    is_list: the answer is a list. groups: the rid that the client gave to this and other sequences together, if it did.
     """
 
     field: str
@@ -52,7 +54,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_samples: int
     logprobs: list[LogprobOptions]
     rids: list[str]
-    group: str | None
+    groups: list[str | None]
+    extra_keys: list[str | None]
     rooms: list[RoomAddress | None]
     dp_rank: int | None
     stream: bool
@@ -60,11 +63,11 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks get (`submits`) and how the client wants its answer."""
+    """What the ranks get (`submits`) and how the client wants its answer. groups: one a sequence."""
 
     submits: list[Submit]
     is_list: bool
-    group: str | None
+    groups: list[str | None]
     dp_rank: int | None
     stream: bool
     return_text: bool
@@ -81,7 +84,7 @@ def parse(raw: dict[str, Any], limits: ServingLimits) -> ParsedRequest:
         too_many = field if len(prompts) > MAX_SEQUENCES else "sampling_params.n"
         raise RequestError(f"{too_many}: {total} sequences, at most {MAX_SEQUENCES} in one request", param=too_many)
     is_list = is_batch or num_samples > 1
-    group, rids = _read_rids(raw, len(prompts), total, is_list)
+    groups, rids = _read_rids(raw, len(prompts), total, is_list)
     return ParsedRequest(
         field=field,
         prompts=prompts,
@@ -90,7 +93,8 @@ def parse(raw: dict[str, Any], limits: ServingLimits) -> ParsedRequest:
         num_samples=num_samples,
         logprobs=_read_logprobs(raw, len(prompts), total),
         rids=rids,
-        group=group,
+        groups=groups,
+        extra_keys=_read_extra_keys(raw, len(prompts), total),
         rooms=read_rooms(raw, len(prompts), total, limits),
         dp_rank=_read_dp_rank(raw, limits),
         stream=read_bool("stream", _get(raw, "stream", False)),
@@ -98,13 +102,31 @@ def parse(raw: dict[str, Any], limits: ServingLimits) -> ParsedRequest:
     )
 
 
+def check_text_sizes(texts: list[str], longest_token_bytes: int, limits: ServingLimits) -> None:
+    """Refuse what is too long in any case, before it costs the time of tokenising."""
+    longest = limits.context_length * longest_token_bytes
+    sizes = [len(text.encode()) for text in texts]
+    for i, size in enumerate(sizes):
+        if size > longest:
+            name = f"text[{i}]" if len(texts) > 1 else "text"
+            raise RequestError(
+                f"{name}: it has {size} bytes, but a context of {limits.context_length} tokens holds at most {longest}",
+                code="context_length_exceeded",
+                param=name,
+            )
+    total = max(longest, MAX_TEXTS_BYTES)
+    if sum(sizes) > total:
+        raise RequestError(f"text: {sum(sizes)} bytes in all, at most {total} in one request", param="text")
+
+
 def expand(
     parsed: ParsedRequest, token_ids: list[list[int]], limits: ServingLimits, *, arrival_s: float
 ) -> GenerateRequest:
-    """The sequences of a request. token_ids: one list a prompt. Refuses prompts and answers that cannot fit."""
+    """The sequences of a request. token_ids: one list a prompt, up to the first that is too long. Refuses prompts and
+    answers that cannot fit."""
     submits = []
     for i, prompt in enumerate(token_ids):
-        name = f"{parsed.field}[{i}]" if parsed.is_list and len(token_ids) > 1 else parsed.field
+        name = f"{parsed.field}[{i}]" if parsed.is_list and len(parsed.prompts) > 1 else parsed.field
         room_left = _tokens_left(name, prompt, parsed.sampling[i], limits)
         for k in range(parsed.num_samples):
             place = i * parsed.num_samples + k
@@ -117,12 +139,13 @@ def expand(
                     logprobs=parsed.logprobs[place],
                     room=parsed.rooms[place],
                     arrival_s=arrival_s,
+                    extra_key=parsed.extra_keys[place],
                 )
             )
     return GenerateRequest(
         submits=submits,
         is_list=parsed.is_list,
-        group=parsed.group,
+        groups=parsed.groups,
         dp_rank=parsed.dp_rank,
         stream=parsed.stream,
         return_text=parsed.return_text,
@@ -223,25 +246,33 @@ def _tokens_left(name: str, prompt: list[int], sampling: SamplingRequest, limits
 # -- the lists of a batch ----------------------------------------------------------------------------------------------
 
 
-def _read_rids(raw: dict[str, Any], batch: int, total: int, is_list: bool) -> tuple[str | None, list[str]]:
-    """(the rid given to all together, one rid a sequence). One rid for several sequences gets `_0`, `_1`, … added."""
+def _read_rids(raw: dict[str, Any], batch: int, total: int, is_list: bool) -> tuple[list[str | None], list[str]]:
+    """(the group of each sequence, its rid). A rid for several sequences is their group; theirs end in `_0`, `_1`, …"""
     value = raw.get("rid")
     if value is None:
-        return None, [uuid.uuid4().hex for _ in range(total)]
-    if not isinstance(value, list):
-        rid = _read_rid("rid", value)
-        return (rid, [f"{rid}_{i}" for i in range(total)]) if is_list else (None, [rid])
+        return [None] * total, [uuid.uuid4().hex for _ in range(total)]
+    if isinstance(value, list) and None in value:
+        refuse(f"rid[{value.index(None)}]", None, f"a string of 1 to {MAX_RID_CHARACTERS} characters")
     given = read_each("rid", value, (batch, total), _read_rid, "", total=total)
-    sharers = total // len(value)
-    rids = [
-        (f"{rid}_{i % sharers}" if sharers > 1 else rid) if rid else uuid.uuid4().hex for i, rid in enumerate(given)
-    ]
+    sharers = total // len(value) if isinstance(value, list) else total
+    if sharers == 1 and not (is_list and isinstance(value, str)):
+        check_distinct("rid", given)
+        return [None] * total, given
+    rids = [f"{rid}_{i % sharers}" for i, rid in enumerate(given)]
     check_distinct("rid", rids)
-    return None, rids
+    return list(given), rids
 
 
 def _read_rid(name: str, value: Any) -> str:
     return read_string(name, value, max_length=MAX_RID_CHARACTERS)
+
+
+def _read_extra_keys(raw: dict[str, Any], batch: int, total: int) -> list[str | None]:
+    return read_each("extra_key", raw.get("extra_key"), (batch, total), _read_extra_key, None, total=total)
+
+
+def _read_extra_key(name: str, value: Any) -> str | None:
+    return read_string(name, value, max_length=MAX_EXTRA_KEY_CHARACTERS)
 
 
 def _read_logprobs(raw: dict[str, Any], batch: int, total: int) -> list[LogprobOptions]:

@@ -34,12 +34,18 @@ class Detokenizer(Protocol):
 
 
 class Tokenizer:
-    """A model folder's tokenizer.json. Made by `load_tokenizer`."""
+    """A model folder's tokenizer.json. Made by `load_tokenizer`.
+
+    longest_token_bytes: no token stands for more bytes of a prompt, so n tokens hold at most n times as many. (But for
+    what a normaliser drops or an unknown token swallows: no prompt that makes sense is made of that.)
+    """
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
         self._special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
         self._is_byte_level = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
+        to_bytes = _byte_level_bytes if self._is_byte_level else str.encode
+        self.longest_token_bytes = max(len(to_bytes(token)) for token in inner.get_vocab())
         self._bytes_of: dict[int, bytes] = {}
         self._text_of: dict[int, str] = {}
 
@@ -50,6 +56,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that tokenizer.json's post-processor adds."""
         return self._inner.encode(text).ids
+
+    def encode_long(self, text: str) -> list[int]:
+        """The same as `encode`, for a thread: here the library lets other threads run meanwhile."""
+        return self._inner.encode_batch_fast([text])[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The whole text of a finished sequence; bytes that are no character become U+FFFD."""

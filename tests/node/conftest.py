@@ -79,7 +79,11 @@ def node_config(model_path: str, role: Role, *, port: int | None = None, first_t
         model=ModelConfig(path=model_path),
         transfer=TransferConfig(first_token_timeout_s=first_token_s, liveness_timeout_s=2.0),
         server=ServerConfig(
-            port=port or free_port(), bootstrap_port=free_port(), bootstrap_host="127.0.0.1", max_body_bytes=100_000
+            port=port or free_port(),
+            bootstrap_port=free_port(),
+            bootstrap_host="127.0.0.1",
+            max_body_bytes=100_000,
+            upload_timeout_s=1.0,
         ),
     )
 

@@ -26,6 +26,8 @@ from node.messages import (
     Abort,
     Failure,
     FromRank,
+    Ping,
+    Pong,
     Query,
     Ready,
     Reply,
@@ -76,8 +78,10 @@ class FakeRank:
             info={"rank": self.rank},
         )
 
-    def handle(self, message: Submit | Abort | Query) -> None:
+    def handle(self, message: Submit | Abort | Query | Ping) -> None:
         match message:
+            case Ping(ticket=ticket):
+                self.outbox.append(Pong(ticket=ticket))
             case Submit():
                 self.sequences[message.rid] = FakeSequence(message)
             case Abort(rid=rid, message=text):

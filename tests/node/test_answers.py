@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 
+import msgspec
 import pytest
 
+from common.handoff import RoomAddress
 from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
 from node.answers import Answer, StopTrimmer, event, json_bytes
 from node.messages import Submit, Timing, Update
@@ -98,6 +100,15 @@ def test_trimmer_holds_the_longest_end_that_may_become_a_stop() -> None:
     for text, shown in [("xa", 1), ("xab", 1), ("xaba", 1), ("xabax", 5), ("xabaxb", 5), ("xabaxbb", 6)]:
         trimmer.grow(text)
         assert trimmer.shown == shown, text
+
+
+def test_a_disaggregated_answer_says_what_either_side_held(tokenizer: Tokenizer) -> None:
+    alone = submit()
+    handed_over = msgspec.structs.replace(alone, room=RoomAddress(host="h", port=1, room=2))
+    for sent, details in ((alone, None), (handed_over, {"prefill": 2, "decode": 1})):
+        answer = Answer(sent, tokenizer, return_text=False)
+        answer.feed(update([5], num_local_cached_tokens=1))
+        assert answer.object()["meta_info"].get("cached_tokens_details") == details
 
 
 def test_meta_info_has_sglangs_fields_and_ours_at_the_end(tokenizer: Tokenizer) -> None:

@@ -180,6 +180,52 @@ def test_a_rank_that_says_nothing_fails_the_request_in_time(model_path: str, tmp
         assert node.state()["aborted"] == ["silent"]
 
 
+def test_a_node_whose_last_rank_dies_answers_and_ends(model_path: str, tmp_path: Path) -> None:
+    with fake_node(node_config(model_path, Role.PREFILL), tmp_path / "log", num_ranks=2) as node:
+        answers: list[httpx.Response] = []
+        body = {"text": "some text", "sampling_params": {"min_p": 0.5}, "bootstrap_room": 1}
+        client = threading.Thread(target=lambda: answers.append(node.post(body)))
+        client.start()
+        wait_for(lambda: node.state(1)["num_running"] == 1)
+        first, second = sorted(node.ranks(), key=lambda rank: rank.cmdline()[-1])
+        os.kill(first.pid, signal.SIGKILL)
+        wait_for(lambda: node.get("/health").status_code == 503)
+        assert node.process.poll() is None and client.is_alive()
+        os.kill(second.pid, signal.SIGKILL)
+        client.join(5)
+        assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "rank_died"
+        assert node.process.wait(5) == 2, "what serve_fake makes of the error that serve raises"
+        said = node.log.read_text()
+        assert "no rank is left" in said and "worker_error rank_died: rank 1" in said and "bootstrap closed" in said
+
+
+def test_a_stopped_rank_fails_its_requests_until_it_goes_on(model_path: str, tmp_path: Path) -> None:
+    """liveness_timeout_s is 2 here. The other rank serves on."""
+    with fake_node(node_config(model_path, Role.DECODE), tmp_path / "log", num_ranks=2) as node:
+        answers: list[httpx.Response] = []
+        body = {"text": "some text", "sampling_params": SLOW, "routed_dp_rank": 1, "rid": "r"}
+        client = threading.Thread(target=lambda: answers.append(node.post(body)))
+        client.start()
+        wait_for(lambda: node.state(1)["num_running"] == 1)
+        rank = next(rank for rank in node.ranks() if rank.cmdline()[-1] == "1")
+        rank.suspend()
+        start = time.monotonic()
+        try:
+            client.join(6)
+            assert 1.5 < time.monotonic() - start < 5
+            error = answers[0].json()["error"]
+            assert answers[0].status_code == 503 and error["code"] == "rank_silent" and "rank 1" in error["message"]
+            health = node.get("/health")
+            assert health.status_code == 503 and "rank 1" in health.json()["error"]["message"]
+            assert node.post({"text": "a", "sampling_params": {"max_new_tokens": 1}}).status_code == 200
+            assert node.post({**body, "rid": "s"}).json()["error"]["code"] == "rank_silent"
+        finally:
+            rank.resume()
+        wait_for(lambda: is_up(node.url), within_s=3)
+        again = node.post({**body, "sampling_params": {"max_new_tokens": 1}})
+        assert again.status_code == 200 and node.state(1)["aborted"] == ["r"]
+
+
 def test_a_rank_that_hangs_answers_no_question(model_path: str, tmp_path: Path) -> None:
     with fake_node(node_config(model_path, Role.PREFILL), tmp_path / "log") as node:
         (rank,) = node.ranks()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from node.messages import (
     Abort,
     Failure,
     FromRank,
+    Ping,
+    Pong,
     Query,
     Ready,
     Reply,
@@ -53,7 +57,7 @@ class SocketRank:
 @pytest.fixture
 async def pair() -> AsyncIterator[tuple[RankClient, SocketRank]]:
     with ipc_directory() as ipc_dir:
-        client = RankClient(ipc_dir, silence_timeout_s=30.0)
+        client = RankClient(ipc_dir, silence_timeout_s=30.0, liveness_timeout_s=30.0)
         client.start()
         rank = SocketRank(ipc_dir, 0)
         client.add_rank(0, 1234)
@@ -101,7 +105,7 @@ async def take(mailbox: Mailbox, count: int) -> list[Update | Failure]:
 async def test_many_messages_at_once_all_arrive_in_order(pair: tuple[RankClient, SocketRank]) -> None:
     client, rank = pair
     mailbox = Mailbox()
-    client.submit([submit("a")], mailbox, group=None, rank=None)
+    client.submit([submit("a")], mailbox, groups=[None], rank=None)
     count = 5 * MESSAGES_PER_WAKE + 3
     rank.send(*(update("a", i) for i in range(count)))
     assert rank.receive() == submit("a")  # and by now the messages wait in our socket
@@ -111,10 +115,10 @@ async def test_many_messages_at_once_all_arrive_in_order(pair: tuple[RankClient,
 
 async def test_all_sequences_start_or_none(pair: tuple[RankClient, SocketRank]) -> None:
     client, rank = pair
-    client.submit([submit("a", room=5)], Mailbox(), group=None, rank=None)
+    client.submit([submit("a", room=5)], Mailbox(), groups=[None], rank=None)
     for bad in (submit("a"), submit("c", room=5)):
         with pytest.raises(RequestError):
-            client.submit([submit("b"), bad], Mailbox(), group=None, rank=None)
+            client.submit([submit("b"), bad], Mailbox(), groups=[None, None], rank=None)
     assert client.num_running == 1 and rank.receive() == submit("a", room=5)
     assert not rank.inbox.poll(50)
 
@@ -123,7 +127,7 @@ async def test_a_sequence_is_running_until_its_rank_says_that_it_ended(pair: tup
     client, rank = pair
     for rid, last in (("a", update("a", 1, DONE)), ("b", Failure(rid="b", error=AbortedError("x").record()))):
         mailbox = Mailbox()
-        client.submit([submit(rid)], mailbox, group=None, rank=None)
+        client.submit([submit(rid)], mailbox, groups=[None], rank=None)
         client.abort([rid], "why")
         assert client.num_running == 1
         rank.send(last)
@@ -143,8 +147,8 @@ async def test_what_comes_for_nobody_is_dropped(pair: tuple[RankClient, SocketRa
 
 async def test_a_group_is_found_by_its_name(pair: tuple[RankClient, SocketRank]) -> None:
     client, _ = pair
-    client.submit([submit("g_0"), submit("g_1")], Mailbox(), group="g", rank=None)
-    client.submit([submit("g_9")], Mailbox(), group=None, rank=None)
+    client.submit([submit("g_0"), submit("g_1")], Mailbox(), groups=["g", "g"], rank=None)
+    client.submit([submit("g_9")], Mailbox(), groups=[None], rank=None)
     assert client.rids_of("g") == ["g_0", "g_1"] and client.rids_of("g_9") == ["g_9"] and client.rids_of("x") == []
 
 
@@ -169,7 +173,7 @@ async def test_questions_get_their_answer_their_error_or_a_time_out(pair: tuple[
 async def test_a_death_fails_everything_of_that_rank(pair: tuple[RankClient, SocketRank]) -> None:
     client, _ = pair
     mailbox = Mailbox()
-    client.submit([submit("a", room=0)], mailbox, group=None, rank=None)
+    client.submit([submit("a", room=0)], mailbox, groups=[None], rank=None)
     question = asyncio.create_task(client.query(0, "state", timeout_s=5))
     await asyncio.sleep(0)
     client.on_rank_death(0, WorkerError("dead", code="rank_died"))
@@ -179,7 +183,7 @@ async def test_a_death_fails_everything_of_that_rank(pair: tuple[RankClient, Soc
         with pytest.raises(WorkerError, match="dead"):
             await attempt
     with pytest.raises(WorkerError, match="dead"):
-        client.submit([submit("a", room=0)], Mailbox(), group=None, rank=None)
+        client.submit([submit("a", room=0)], Mailbox(), groups=[None], rank=None)
     assert client.num_running == 0 and len(client.errors()) == 1
 
 
@@ -198,3 +202,101 @@ async def test_a_closed_mailbox_gives_its_error_to_the_reader() -> None:
     mailbox.close(AbortedError("gone"))
     with pytest.raises(AbortedError, match="gone"):
         await reader
+
+
+async def test_an_abandoned_request_ends_no_later_one_of_the_same_id(pair: tuple[RankClient, SocketRank]) -> None:
+    client, rank = pair
+    first, second = Mailbox(), Mailbox()
+    client.submit([submit("a")], first, groups=[None], rank=None)
+    client.abort(["a"], "why", of=second)
+    client.abort(["a"], "why", of=first)
+    assert [type(rank.receive()) for _ in range(2)] == [Submit, Abort] and not rank.inbox.poll(50)
+
+
+async def test_an_id_that_is_being_ended_is_waited_for(pair: tuple[RankClient, SocketRank]) -> None:
+    client, rank = pair
+    client.submit([submit("a")], Mailbox(), groups=[None], rank=None)
+    client.abort(["a"], "why")
+    waiting = asyncio.create_task(client.let_end([submit("a")]))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    rank.send(Failure(rid="a", error=AbortedError("x").record()))
+    await asyncio.wait_for(waiting, 1)
+    client.submit([submit("a")], Mailbox(), groups=[None], rank=None)
+    await asyncio.wait_for(client.let_end([submit("a")]), 1)  # that one runs: no use to wait
+    with pytest.raises(RequestError) as refused:
+        client.submit([submit("a")], Mailbox(), groups=[None], rank=None)
+    assert refused.value.code == "rid_in_use"
+
+
+# -- silence ---------------------------------------------------------------------------------------
+
+LIVENESS_S = 0.4
+
+
+@asynccontextmanager
+async def watched(pid: int = 1234) -> AsyncIterator[tuple[RankClient, SocketRank]]:
+    """A client with a short patience and a rank that is ready and answers only when the test does."""
+    with ipc_directory() as ipc_dir:
+        client = RankClient(ipc_dir, silence_timeout_s=30.0, liveness_timeout_s=LIVENESS_S)
+        client.start()
+        rank = SocketRank(ipc_dir, 0)
+        client.add_rank(0, pid)
+        rank.send(ready(pid))
+        await client.wait_ready()
+        yield client, rank
+        client.close()
+        rank.context.destroy(linger=0)
+
+
+async def until(condition: Callable[[], bool], within_s: float = 3.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+
+
+async def test_a_silent_rank_fails_what_it_runs_until_it_speaks_again() -> None:
+    async with watched() as (client, rank):
+        mailbox = Mailbox()
+        client.submit([submit("a", room=5)], mailbox, groups=[None], rank=None)
+        start = time.monotonic()
+        (failure,) = await take(mailbox, 1)
+        assert isinstance(failure, Failure) and failure.error.code == "rank_silent" and failure.error.retryable
+        assert LIVENESS_S * 0.9 < time.monotonic() - start < 4 * LIVENESS_S
+        assert [error.code for error in client.errors()] == ["rank_silent"] and not client.all_dead
+        with pytest.raises(WorkerError, match="rank 0"):
+            client.submit([submit("b")], Mailbox(), groups=[None], rank=0)
+        with pytest.raises(WorkerError, match="rank 0"):
+            await client.query(0, "state", timeout_s=5)
+        assert client.num_running == 1, "the rank may still be at it"
+        rank.send(Pong(ticket=0), update("a", 7), Failure(rid="a", error=AbortedError("x").record()))
+        await until(lambda: not client.errors() and client.num_running == 0)
+        client.submit([submit("a", room=5)], Mailbox(), groups=[None], rank=None)
+
+
+async def test_a_rank_that_answers_pings_is_not_silent() -> None:
+    async with watched() as (client, rank):
+        for _ in range(10):
+            await asyncio.sleep(LIVENESS_S / 4)
+            while rank.inbox.poll(0):
+                message = rank.receive()
+                assert isinstance(message, Ping)
+                rank.send(Pong(ticket=message.ticket))
+            assert client.errors() == []
+
+
+async def test_a_rank_in_a_long_step_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_s = iter(range(1, 1000))
+    monkeypatch.setattr("node.rank_client.cpu_seconds", lambda pid: float(next(cpu_s)))
+    async with watched() as (client, _):
+        await asyncio.sleep(3 * LIVENESS_S)
+        assert client.errors() == []
+        monkeypatch.setattr("node.rank_client.cpu_seconds", lambda pid: 1000.0)
+        await until(lambda: bool(client.errors()))
+
+
+async def test_a_front_that_was_held_up_judges_nobody() -> None:
+    async with watched() as (client, _):
+        time.sleep(3 * LIVENESS_S)  # noqa: ASYNC251 - the point
+        await asyncio.sleep(LIVENESS_S / 4)
+        assert client.errors() == []

@@ -12,7 +12,7 @@ from common.handoff import RoomAddress
 from common.json_body import decode_object
 from common.sampling import LogprobOptions, SamplingParams
 from node.limits import ServingLimits
-from node.requests import GenerateRequest, expand, parse
+from node.requests import MAX_TEXTS_BYTES, GenerateRequest, check_text_sizes, expand, parse
 
 VOCAB = 300
 CONTEXT = 64
@@ -142,16 +142,33 @@ def test_batches_and_several_samples_are_answered_with_a_list(body: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("rid", "rids", "group"),
+    ("rid", "rids", "groups"),
     [
-        ("r", ["r_0", "r_1", "r_2", "r_3"], "r"),
-        (["a", "b"], ["a_0", "a_1", "b_0", "b_1"], None),
-        (["a", "b", "c", "d"], ["a", "b", "c", "d"], None),
+        ("r", ["r_0", "r_1", "r_2", "r_3"], ["r"] * 4),
+        (["a", "b"], ["a_0", "a_1", "b_0", "b_1"], ["a", "a", "b", "b"]),
+        (["a", "b", "c", "d"], ["a", "b", "c", "d"], [None] * 4),
     ],
 )
-def test_rids_of_a_batch(rid: Any, rids: list[str], group: str | None) -> None:
+def test_rids_of_a_batch(rid: Any, rids: list[str], groups: list[str | None]) -> None:
     request = read({"text": ["a", "b"], "sampling_params": {"n": 2}, "rid": rid})
-    assert [s.rid for s in request.submits] == rids and request.group == group
+    assert [s.rid for s in request.submits] == rids and request.groups == groups
+
+
+def test_an_extra_key_reaches_each_sequence() -> None:
+    body = {"text": ["a", "b"], "sampling_params": {"n": 2}}
+    for given, keys in (("k", ["k"] * 4), (["k", None], ["k", "k", None, None]), (None, [None] * 4)):
+        assert [s.extra_key for s in read({**body, "extra_key": given}).submits] == keys
+
+
+def test_texts_that_cannot_fit_are_refused_before_they_are_tokenised() -> None:
+    longest = 7
+    check_text_sizes(["é" * (CONTEXT * longest // 2)] * 2, longest, limits())
+    for texts, name in ((["é" * (CONTEXT * longest // 2) + "a"], "text"), (["a", "b" * 449], r"text\[1\]")):
+        with pytest.raises(RequestError, match=f"^{name}: it has 449 bytes, .*64 tokens holds at most 448") as caught:
+            check_text_sizes(texts, longest, limits())
+        assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(RequestError, match=f"^text: .*at most {MAX_TEXTS_BYTES} in one request"):
+        check_text_sizes(["a" * 448] * (MAX_TEXTS_BYTES // 448 + 1), longest, limits())
 
 
 def test_fields_that_have_no_effect_here_are_accepted() -> None:
@@ -260,6 +277,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": "a", "top_logprobs_num": -1}, "top_logprobs_num"),
     ({"text": "a", "rid": 5}, "rid"),
     ({"text": "a", "rid": ""}, "rid"),
+    ({"text": ["a", "b"], "rid": ["q", None]}, "rid[1]"),
+    ({"text": "a", "rid": []}, "rid"),
+    ({"text": "a", "extra_key": 5}, "extra_key"),
     ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid[1]"),
     ({"text": ["a"] * 513}, "text"),
     ({"text": ["a"] * 5, "sampling_params": {"n": 128}}, "sampling_params.n"),

@@ -260,6 +260,49 @@ def test_a_body_that_is_too_large(unified: FakeNode) -> None:
     assert unified.post({"text": "a" * 60_000}).status_code == 400
 
 
+def test_a_body_that_says_that_it_is_too_large_is_refused_unread(unified: FakeNode) -> None:
+    assert b" 413 " in say(unified, b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100001\r\n\r\n")
+
+
+@pytest.mark.parametrize("path", [b"/generate", b"/abort_request"])
+def test_a_body_that_does_not_come_times_out(unified: FakeNode, path: bytes) -> None:
+    start = time.monotonic()
+    answer = say(unified, b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{" % path, until_closed=True)
+    assert 0.9 < time.monotonic() - start < 3
+    assert answer.startswith(b"HTTP/1.1 408 ") and b'"code":"upload_timeout"' in answer
+
+
+BIG_HEADS = [
+    b"a: " + b"x" * 70_000 + b"\r\n\r\n",
+    b"a: " + b"x" * 70_000,  # its end never comes
+    b"a: b\r\n" * 200 + b"\r\n",
+    b"a: b\r\n" * 20_000,
+]
+
+
+@pytest.mark.parametrize("headers", BIG_HEADS, ids=range(len(BIG_HEADS)))
+def test_headers_that_are_too_much(unified: FakeNode, headers: bytes) -> None:
+    answer = say(unified, b"GET /health HTTP/1.1\r\nhost: x\r\n" + headers, until_closed=True)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ") and json.loads(body)["error"]["code"] == "headers_too_large"
+
+
+def test_what_is_no_http_gets_our_error_shape(unified: FakeNode) -> None:
+    head, _, body = say(unified, b"what?\r\n\r\n", until_closed=True).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]["code"] == "bad_http"
+
+
+def say(node: FakeNode, request: bytes, *, until_closed: bool = False) -> bytes:
+    """What the node answers to these bytes: the first of it, or all until it closes the connection."""
+    host, port = node.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as client:
+        client.sendall(request)
+        answer = client.recv(65536)
+        while until_closed and (more := client.recv(65536)):
+            answer += more
+    return answer
+
+
 def test_tokens_beyond_all_pages_are_refused(unified: FakeNode) -> None:
     sampling = {"max_new_tokens": MAX_TOTAL_TOKENS - 1}
     response = unified.post({"input_ids": [1, 2], "sampling_params": sampling})
@@ -330,6 +373,28 @@ def test_abort_by_rid_by_group_and_of_all(unified: FakeNode) -> None:
         for thread, results in calls:
             thread.join(5)
             assert results[0].status_code == 499
+
+
+def test_a_rid_of_a_list_names_all_samples_of_its_prompt(unified: FakeNode) -> None:
+    body = {"text": [TEXT] * 2, "sampling_params": {**SLOW, "n": 2}, "rid": ["p", "q"]}
+    thread, results = in_background(lambda: unified.post(body))
+    wait_for(lambda: unified.state()["num_running"] == 4)
+    unified.post({"rid": "q"}, "/abort_request")
+    thread.join(5)
+    assert results[0].status_code == 499
+    wait_for(lambda: unified.state()["num_running"] == 0)
+    aborted = unified.state()["aborted"]
+    assert {"p_0", "p_1", "q_0", "q_1"} <= set(aborted)  # type: ignore[call-overload]
+
+
+def test_a_client_that_left_may_send_the_same_ids_again_at_once(unified: FakeNode) -> None:
+    rids = ["again-0", "again-1"]
+    for _ in range(10):
+        with pytest.raises(httpx.ReadTimeout):
+            body = {"text": [TEXT] * 2, "sampling_params": SLOW, "rid": rids}
+            httpx.post(f"{unified.url}/generate", json=body, timeout=0.08)
+        again = unified.post({"text": [TEXT] * 2, "sampling_params": {"max_new_tokens": 1}, "rid": rids})
+        assert again.status_code == 200, again.text
 
 
 def test_abort_wants_to_know_what(unified: FakeNode) -> None:

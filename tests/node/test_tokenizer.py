@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,3 +125,24 @@ def test_eos_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(ConfigError, match="not a JSON object"):
         load_eos_token_ids(str(tmp_path))
+
+
+def test_the_longest_token_bounds_every_prompt(tokenizer: Tokenizer) -> None:
+    longest = tokenizer.longest_token_bytes
+    assert longest == max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)) >= len("<|end|>")
+    for text in (TEXT, "Question: " * 50, "😀" * 40):
+        assert len(text.encode()) <= longest * len(tokenizer.encode(text))
+
+
+def test_long_texts_are_tokenised_alike_and_let_others_run(tokenizer: Tokenizer) -> None:
+    text = TEXT * 4000
+    results: list[list[int]] = []
+    thread = threading.Thread(target=lambda: results.append(tokenizer.encode_long(text)))
+    start, turns = time.monotonic(), 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.002)
+        turns += 1
+    took = time.monotonic() - start
+    assert results == [tokenizer.encode(text)]
+    assert turns > 3 and turns > took / 0.1, f"{turns} turns in {took:.2f} s"
