@@ -2,7 +2,8 @@
 
 `python bench/kl.py`: answers are sampled at temperature 1, 16 at once, from a unified node and through the router;
 then, with empty caches, prompt and answer are prefilled together. With r = log p(prefilled again) - log p(decoded) the
-figure is the mean of exp(r) - 1 - r over the sampled tokens: never negative, 0 where both agree.
+figure is the mean of exp(r) - 1 - r over the sampled tokens: never negative, 0 where both agree. The bundled model is
+sure of most of its tokens, which then say nothing of a difference; so the figure is also given for the others alone.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tests.support.stack import MODEL, Stack, stack
 PARALLEL = 16
 TRACK_INTERVAL = 256
 PAST_CHECKPOINT = 20
+UNSURE_BELOW = -0.1
 DTYPES = [dtype.value for dtype in DType]
 POOLS = ["--max-total-tokens", "262144", "--max-mamba-cache-size", "192"]
 
@@ -53,9 +55,12 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """kl: the estimate. largest: |r| of the token where it is largest. The others: how the prompts were served."""
+    """kl: the estimate. kl_unsure: over the tokens whose decoded log p is below UNSURE_BELOW alone. largest: |r| of the
+    token where it is largest. The others: how the prompts were served."""
 
     kl: float
+    kl_unsure: float
+    unsure_tokens: int
     largest: float
     tokens: int
     prompt_tokens: int
@@ -168,8 +173,11 @@ def prefill_again(url: str, samples: Sequence[Sampled]) -> list[list[float]]:
 def measure(url: str, samples: Sequence[Sampled]) -> Figures:
     decoded = [logprob for s in samples for logprob in s.logprobs]
     prefilled = [logprob for one in prefill_again(url, samples) for logprob in one]
+    unsure = [(a, b) for a, b in zip(decoded, prefilled, strict=True) if a < UNSURE_BELOW]
     return Figures(
         kl=estimate(decoded, prefilled),
+        kl_unsure=estimate([a for a, _ in unsure], [b for _, b in unsure]),
+        unsure_tokens=len(unsure),
         largest=max(abs(b - a) for a, b in zip(decoded, prefilled, strict=True)),
         tokens=len(decoded),
         prompt_tokens=sum(len(s.prompt) for s in samples),
@@ -238,6 +246,8 @@ def row(dtype: DType, mode: str, case: str, found: Figures) -> dict[str, Any]:
         "within": found.kl <= bound(dtype, case),
         "largest_logprob_difference": float(f"{found.largest:.3g}"),
         "tokens": found.tokens,
+        "unsure_tokens": found.unsure_tokens,
+        "kl_of_unsure_tokens": float(f"{found.kl_unsure:.3g}"),
         "cached_share_of_prompts": round(found.cached_tokens / found.prompt_tokens, 3),
         "transfer_bytes": found.transfer_bytes,
     }
@@ -247,7 +257,8 @@ def line(r: dict[str, Any]) -> str:
     verdict = "ok" if r["within"] else "ABOVE"
     return (
         f"{r['dtype']:9} {r['mode']:14} {r['case']:12} KL {r['kl']:.2e}  bound {r['bound']:.0e}  {verdict:5} "
-        f"largest |r| {r['largest_logprob_difference']:.2e}  cached {r['cached_share_of_prompts']:.2f}"
+        f"largest |r| {r['largest_logprob_difference']:.2e}  cached {r['cached_share_of_prompts']:.2f}  "
+        f"{r['unsure_tokens']} unsure of {r['tokens']} tokens, their KL {r['kl_of_unsure_tokens']:.2e}"
     )
 
 
