@@ -6,11 +6,13 @@ Reading belongs to an event loop; `send` may be called from any thread and never
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -66,10 +68,27 @@ class Channel:
 
     async def pump(self, handle: Callable[[Message], None]) -> None:
         """Hand every message to `handle` as soon as it is here, until the connection ends; raises as `receive` does."""
-        while True:
+        ended: asyncio.Future[None] = self._loop.create_future()
+
+        def hand_over() -> None:
             while (message := self._next()) is not None:
                 handle(message)
-            await self._more()
+
+        def on_readable() -> None:  # called by the loop itself: a task would only run at the loop's next turn
+            try:
+                self._read()
+                hand_over()
+            except Exception as error:
+                self._loop.remove_reader(self._sock)
+                if not ended.done():
+                    ended.set_exception(error)
+
+        hand_over()
+        self._loop.add_reader(self._sock, on_readable)
+        try:
+            await ended
+        finally:
+            self._loop.remove_reader(self._sock)
 
     def shut(self) -> None:
         """From any thread: end the connection in both directions; whoever reads gets the end of it, and closes."""
@@ -108,13 +127,25 @@ class Channel:
 
     async def _more(self) -> None:
         """Wait for bytes."""
-        try:
-            data = await self._loop.sock_recv(self._sock, _READ_BYTES)
-        except OSError as error:
-            raise WorkerError(f"the connection to {self.peer_host} broke: {error}", code="peer_lost") from error
+        with self._loss_named():
+            self._keep(await self._loop.sock_recv(self._sock, _READ_BYTES))
+
+    def _read(self) -> None:
+        """Take the bytes that are here, if any."""
+        with self._loss_named(), contextlib.suppress(BlockingIOError):
+            self._keep(self._sock.recv(_READ_BYTES))
+
+    def _keep(self, data: bytes) -> None:
         if not data:
             raise WorkerError(f"the peer at {self.peer_host} closed the connection", code="peer_lost")
         self._inbox += data
+
+    @contextlib.contextmanager
+    def _loss_named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise WorkerError(f"the connection to {self.peer_host} broke: {error}", code="peer_lost") from error
 
     def _flush(self) -> None:
         """Give the kernel what it takes now; needs the lock."""
@@ -140,24 +171,39 @@ class Channel:
 
 def is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return host == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 async def connect(host: str, port: int) -> Channel:
-    """Raises WorkerError when nobody answers there."""
+    """The addresses of a host are tried in turn. Raises WorkerError when nobody answers at any of them."""
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, address = found[0]
-        sock = socket.socket(family, kind, protocol)
-        sock.setblocking(False)
-        try:
-            await loop.sock_connect(sock, address)
-        except BaseException:
-            sock.close()
-            raise
+        addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return Channel(await _first_to_answer(addresses), loop)
     except (OSError, ValueError, OverflowError) as error:  # the last two: no host name, no port number
         raise WorkerError(f"no prefill node answers at {host}:{port}: {error}", code="peer_unreachable") from error
-    return Channel(sock, loop)
+
+
+async def _first_to_answer(addresses: Iterable[tuple[Any, ...]]) -> socket.socket:
+    """Raises OSError, with every reason."""
+    reasons = []
+    for family, kind, protocol, _, address in addresses:
+        try:
+            return await _connected(socket.socket(family, kind, protocol), address)
+        except OSError as error:
+            reasons.append(str(error))
+    raise OSError("; ".join(dict.fromkeys(reasons)))
+
+
+async def _connected(sock: socket.socket, address: Any) -> socket.socket:
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

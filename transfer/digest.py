@@ -19,6 +19,9 @@ from transfer.plan import KV, TRACK
 
 METADATA = "metadata"
 
+Stretch = tuple[int, int]
+"""The first of some items that count up by one, and how many they are."""
+
 
 class StateReader:
     """Reads pool items of this process where they lie, without copying. The memory must be host memory."""
@@ -39,13 +42,14 @@ class _PoolReader:
         self._view = memoryview((ctypes.c_ubyte * extent).from_address(place.base)).cast("B")
         self._stride, self._item = place.stride_bytes, pool.item_bytes
 
-    def spans(self, items: Iterable[int]) -> Iterator[memoryview]:
-        """The bytes of `items`, in their order, in as few pieces as the pool allows."""
+    def spans(self, stretches: Iterable[Stretch]) -> Iterator[memoryview]:
+        """The bytes of the items, in their order, in as few pieces as the pool allows."""
         if self._stride != self._item:
-            for item in items:
-                yield self._view[item * self._stride :][: self._item]
+            for first, count in stretches:
+                for item in range(first, first + count):
+                    yield self._view[item * self._stride :][: self._item]
             return
-        for first, count in _stretches(items):
+        for first, count in stretches:
             yield self._view[first * self._item : (first + count) * self._item]
 
 
@@ -74,8 +78,9 @@ class PagesDigest:
         self._pools = [(pool, _Hash(verify)) for pool in reader.of(StateKind.KV)]
 
     def update(self, pages: Sequence[int]) -> None:
+        stretches = list(_stretches(pages))
         for pool, running in self._pools:
-            for span in pool.spans(pages):
+            for span in pool.spans(stretches):
                 running.update(span)
 
     def digest(self) -> bytes:
@@ -83,7 +88,7 @@ class PagesDigest:
 
 
 class Incoming:
-    """The receiver's digests of one request, taken as its state is announced, while the sender takes its own.
+    """The receiver's digests of one request, taken of each piece when it is announced.
 
     first: the first prompt page that crosses the wire.
     """
@@ -113,17 +118,12 @@ class Incoming:
         if StateKind.SSM.value not in self._slots:
             self._slots |= slot_digests(self._reader, self._slot, self._verify)
 
-    def track_landed(self) -> None:
-        """Hash the track slot, once, if one was offered."""
-        if TRACK not in self._slots and self._track_slot is not None:
-            self._slots[TRACK] = track_digest(self._reader, self._track_slot, self._verify)
-
     def digests(self, num_pages: int, track: bool, metadata: bytes) -> dict[str, bytes]:
         """Of every part, `track`: of the track slot too; hashes what was not announced before."""
         self.pages_landed(num_pages)
         self.state_landed()
-        if track:
-            self.track_landed()
+        if track and self._track_slot is not None:
+            self._slots[TRACK] = track_digest(self._reader, self._track_slot, self._verify)
         return {
             KV: self._pages_digest.digest(),
             METADATA: metadata_digest(metadata, self._verify),
@@ -160,7 +160,7 @@ def _slot_digest(reader: StateReader, kinds: tuple[StateKind, ...], slot: int, v
     digests = []
     for pool in reader.of(*kinds):
         running = _Hash(verify)
-        for span in pool.spans([slot]):
+        for span in pool.spans([(slot, 1)]):
             running.update(span)
         digests.append(running.digest())
     return _combine(digests, verify)
@@ -173,8 +173,7 @@ def _combine(digests: Iterable[bytes], verify: Verify) -> bytes:
     return running.digest()
 
 
-def _stretches(items: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """(first, count) for each stretch of items that counts up by one."""
+def _stretches(items: Iterable[int]) -> Iterator[Stretch]:
     first, count = 0, 0
     for item in items:
         if count and item == first + count:

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,6 +86,11 @@ class LoopbackTransport:
             if block.part == flip:
                 _flip(target + block.nbytes // 2)
                 flip = None
+
+    def begin(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> Callable[[], None]:
+        """All of it at once: nothing is left to wait for."""
+        self.write(session, blocks, nth_room)
+        return lambda: None
 
     def metadata(self, payload: bytes, nth_room: int = 0) -> bytes | None:
         if nth_room % self._faults.every:

@@ -28,7 +28,7 @@ from common.config import Verify
 from common.errors import ErrorRecord
 from common.layout import PoolPlacement, StateLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class TrackState(enum.StrEnum):
@@ -120,16 +120,15 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Landed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What is in place and will not be written again; decode may hash it now. num_pages: KV of so many prompt pages.
+    """What is in place and will not be written again; decode may hash it now. More comes, or Commit follows.
 
-    state: the final conv and SSM state. track: the track slot.
+    num_pages: KV of so many prompt pages. state: the final conv and SSM state.
     """
 
     room: int
     lease: int
     num_pages: int
     state: bool
-    track: bool
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):

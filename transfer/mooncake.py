@@ -17,13 +17,18 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from common.config import Protocol, TransferConfig
 from common.errors import ConfigError, TransferError
 from transfer.sockets import connected_to, open_files, own_sockets
 from transfer.transport import Block
+
+PACE_BYTES = 1 << 20
+PACE_SHARE = 0.7
+SHORTEST_SLEEP_S = 1e-4
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +45,7 @@ class MooncakeTransport:
         self._data_port = data_port
         self._lock = threading.Lock()
         self._buffers: list[mmap.mmap] = []
+        self._pace = Pace()
 
     def host_buffer(self, nbytes: int) -> memoryview:
         buffer = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
@@ -61,11 +67,36 @@ class MooncakeTransport:
             raise TransferError(f"{self.name} could not unregister {address:#x}: {_meaning(code)}", code="bad_address")
 
     def write(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> None:
-        """Blocks without the interpreter lock, so that other threads keep running."""
-        sources, targets, sizes, _ = zip(*blocks, strict=True) if blocks else ((), (), (), ())
-        code = self._engine.batch_transfer_sync_write(session, list(sources), list(targets), list(sizes))
+        """Waits without the interpreter lock, so that other threads keep running."""
+        self.begin(session, blocks, nth_room)()
+
+    def begin(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> Callable[[], None]:
+        """Mooncake's own threads write."""
+        if not blocks:
+            return lambda: None
+        sources, targets, sizes, _ = (list(column) for column in zip(*blocks, strict=True))
+        started_s = time.monotonic()
+        batch = self._engine.batch_transfer_async_write(session, sources, targets, sizes)
+        if not batch:
+            raise self._write_failed(session, -1)
+        return lambda: self._wait(session, batch, sum(sizes), started_s)
+
+    def _wait(self, session: str, batch: int, nbytes: int, started_s: float) -> None:
+        """Until all of a batch is in place: over TCP, until the peer has acknowledged each block.
+
+        Mooncake waits in a busy loop, which takes a core from the threads that write and from compute; so this sleeps
+        first, for as long as the batch cannot be done.
+        """
+        pause_s = started_s + self._pace.at_least_s(nbytes) - time.monotonic()
+        if pause_s > SHORTEST_SLEEP_S:
+            time.sleep(pause_s)
+        code = self._engine.get_batch_transfer_status([batch])
         if code:
-            raise TransferError(f"{self.name} write to {session} failed: {_meaning(code)}", code="write_failed")
+            raise self._write_failed(session, code)
+        self._pace.note(nbytes, time.monotonic() - started_s)
+
+    def _write_failed(self, session: str, code: int) -> TransferError:
+        return TransferError(f"{self.name} write to {session} failed: {_meaning(code)}", code="write_failed")
 
     def metadata(self, payload: bytes, nth_room: int = 0) -> bytes:
         return payload
@@ -79,6 +110,21 @@ class MooncakeTransport:
     def close(self) -> None:
         """End the engine (its destructor closes every connection); buffers live on while somebody holds a view."""
         self._engine = None
+
+
+class Pace:
+    """How quick writes can be: the quickest so far, of those that are large enough to tell."""
+
+    def __init__(self) -> None:
+        self._best_bytes_s = 0.0
+
+    def note(self, nbytes: int, seconds: float) -> None:
+        if nbytes >= PACE_BYTES:
+            self._best_bytes_s = max(self._best_bytes_s, nbytes / seconds)
+
+    def at_least_s(self, nbytes: int) -> float:
+        """A write of so many bytes takes longer than this; 0 while nothing is known."""
+        return PACE_SHARE * nbytes / self._best_bytes_s if self._best_bytes_s else 0.0
 
 
 def open_mooncake(config: TransferConfig) -> MooncakeTransport:

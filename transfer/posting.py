@@ -43,7 +43,7 @@ Job = Pages | State | Finish
 class Posting:
     """mine, theirs: where the pools lie here and at decode. reader: None when verify is off.
 
-    For each job: `add`, write, `hash`; then `commit`. Belongs to the worker.
+    For each job: `add`, write and meanwhile `hash`; then `commit`. Belongs to the worker.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Posting:
         self._digests: dict[str, bytes] = {}
         self._unhashed: list[Pages | State | Track] = []
         self._saved: int | None = None
+        self._state_added = False
         self._track = TrackState.NONE
         self.next_page = offer.num_cached_pages
         self.bytes_by_part: dict[str, int] = {}
@@ -81,14 +82,8 @@ class Posting:
         return blocks
 
     def landed(self) -> Landed:
-        """What was added and is written by now, for decode to hash while `hash` does the same here."""
-        return Landed(
-            room=self._offer.room,
-            lease=self._offer.lease,
-            num_pages=self.next_page,
-            state=any(isinstance(job, State) for job in self._unhashed),
-            track=any(isinstance(job, Track) for job in self._unhashed),
-        )
+        """What was added and is written by now, for decode to hash while this side computes."""
+        return Landed(room=self._offer.room, lease=self._offer.lease, num_pages=self.next_page, state=self._state_added)
 
     def hash(self) -> None:
         """Take the digests of what was added since the last time, in the order of the prompt."""
@@ -150,6 +145,7 @@ class Posting:
 
     def _plan_state(self, job: State) -> list[Block]:
         self._unhashed.append(job)
+        self._state_added = True
         return plan_slot(self._layout, self._mine, self._theirs, (job.slot, self._offer.slot), track=False)
 
     def _plan_track(self) -> list[Block]:

@@ -199,7 +199,7 @@ class DecodeTransfer:
 
     def _refuse_if_leased(self, room: int) -> None:
         if room in self._leases:
-            raise RequestError(f"room {room} is in use", code="room_in_use", param="bootstrap_room", status=409)
+            raise RequestError(f"room {room} is in use", code="room_in_use", param="bootstrap_room")
 
     def _fail(self, lease: Lease, error: ServingError, *, tell: bool = True) -> None:
         if not lease.live:
@@ -376,7 +376,7 @@ class DecodeTransfer:
                 self._release(lease)
 
     def _landed(self, link: Link, message: Landed) -> None:
-        """Hash while the sender does."""
+        """Hash while the sender computes what is still missing."""
         with self._lock:
             lease = self._lease_of(link, message)
             if lease is None or not lease.live or lease.incoming is None:
@@ -384,8 +384,6 @@ class DecodeTransfer:
         lease.incoming.pages_landed(message.num_pages)
         if message.state:
             lease.incoming.state_landed()
-        if message.track:
-            lease.incoming.track_landed()
 
     def _commit(self, link: Link, message: Commit) -> None:
         """Every byte is in place: check them, then give the lease back as a success."""

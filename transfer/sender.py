@@ -148,7 +148,7 @@ class PrefillTransfer:
             if entry is None:
                 entry = self._add(room, deadline_s, "decode to open the room")
             elif entry.rid is not None or entry.failed:
-                raise RequestError(f"room {room} is in use", code="room_in_use", param="bootstrap_room", status=409)
+                raise RequestError(f"room {room} is in use", code="room_in_use", param="bootstrap_room")
             entry.rid = rid
             if entry.declined:
                 self._end_declined(entry)
@@ -365,7 +365,7 @@ class PrefillTransfer:
         """Why this room cannot be opened, if so."""
         entry = self._rooms.get(message.room)
         if entry is not None and (entry.open is not None or entry.declined or entry.failed):
-            return RequestError(f"room {message.room} is in use", code="room_in_use", status=409)
+            return RequestError(f"room {message.room} is in use", code="room_in_use", param="bootstrap_room")
         if not 0 <= message.room < ROOM_LIMIT or not 0 <= message.num_cached_pages <= len(message.pages):
             return RequestError(f"room {message.room}: the offer makes no sense", code="bad_offer")
         slots = [message.slot] if message.track_slot is None else [message.slot, message.track_slot]
@@ -495,7 +495,7 @@ class PrefillTransfer:
                 self._settle(entry)
 
     def _write(self, entry: _Room, jobs: Sequence[Job]) -> None:
-        """Write, say what has landed, hash while decode does the same, and commit if that was all."""
+        """Write, hash while the bytes are on their way, then commit; if there is more to come, say what has landed."""
         posting, peer = entry.posting, entry.peer
         assert posting is not None and peer is not None
         blocks = [block for job in jobs for block in posting.add(job)]
@@ -503,13 +503,17 @@ class PrefillTransfer:
             if entry.failed:
                 return
             entry.unsure = True
-            self._transport.write(peer.link.peer.session, batch, entry.nth)
-            entry.unsure = False
-        if blocks and self._reader is not None and not entry.failed:
-            peer.link.channel.send(posting.landed())
-            posting.hash()
+            wait = self._transport.begin(peer.link.peer.session, batch, entry.nth)
+            try:
+                posting.hash()
+            finally:
+                wait()
+                entry.unsure = False
+        posting.hash()
         if isinstance(jobs[-1], Finish):
             self._send_commit(entry, posting, jobs[-1].metadata)
+        elif blocks and self._reader is not None and not entry.failed:
+            peer.link.channel.send(posting.landed())
 
     def _send_commit(self, entry: _Room, posting: Posting, metadata: HandoffMetadata) -> None:
         """The last word: every write has completed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -28,32 +29,33 @@ class FrameServer:
     ) -> None:
         self._host, self._port, self._key = host, port, key
         self._hello, self._timeout_s, self._serve = hello, timeout_s, serve
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def address(self) -> tuple[str, int]:
-        assert self._listener is not None, "the server was not started"
-        return self._host, int(self._listener.getsockname()[1])
+        assert self._listeners, "the server was not started"
+        return self._host, int(self._listeners[0].getsockname()[1])
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the address cannot be had."""
         try:
-            self._listener = socket.create_server((self._host, self._port), backlog=256)
+            self._listeners = listen(self._host, self._port)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {self._host}:{self._port}: {error.strerror or error}", code="port_taken"
             ) from error
-        self._listener.setblocking(False)
-        self._spawn(self._accept(self._listener))
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self._spawn(self._accept(listener))
 
     async def close(self) -> None:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     async def _accept(self, listener: socket.socket) -> None:
         """Take connections for as long as the server lives, whatever one of them does to itself."""
@@ -96,6 +98,40 @@ class FrameServer:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a connection's task failed", exc_info=task.exception())
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """A listening socket for each address of `host`, all with one port; port 0: any. "::" is IPv4 too. Raises OSError.
+
+    An address that this machine does not have is left out, unless there is no other.
+    """
+    both = host == "::" and socket.has_dualstack_ipv6()
+    listeners: list[socket.socket] = []
+    missing: OSError | None = None
+    try:
+        for family, address in _addresses(host, port):
+            number = listeners[0].getsockname()[1] if listeners else port
+            try:
+                listeners.append(
+                    socket.create_server((address, number), family=family, backlog=256, dualstack_ipv6=both)
+                )
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                missing = error
+        if missing is not None and not listeners:
+            raise missing
+    except OSError:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
+    """The address families and addresses of `host` ("": all of this machine), each once."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
 
 
 async def dial(host: str, port: int, key: bytes | None, hello: Hello, timeout_s: float) -> tuple[Channel, Hello]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from common.config import TransferConfig, TransportName
@@ -49,6 +49,13 @@ class Transport(Protocol):
 
         nth_room: which room of the sender this is, counted from 0; only injected faults look at it. After an error
         some of the blocks may still land.
+        """
+        ...
+
+    def begin(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> Callable[[], None]:
+        """The first half of `write`; the second is what it returns, to be called once, by the same thread.
+
+        In between the caller may read the blocks, not change them. Both halves raise TransferError.
         """
         ...
 

@@ -427,7 +427,7 @@ def test_declining_a_room_in_use_is_refused(config: Config, prefill: Make, decod
     open_room(p, d)
     with pytest.raises(RequestError) as refused:
         d.transfer.decline(p.address(1), "s")
-    assert (refused.value.code, refused.value.http_status) == ("room_in_use", 409)
+    assert (refused.value.code, refused.value.http_status) == ("room_in_use", 400)
     p.send(1, HERE, SLOT_HERE)
     d.wait_for(Committed, 1)
     assert "declined" not in d.transfer.stats()["rooms_total"]

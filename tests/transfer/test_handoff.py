@@ -15,6 +15,7 @@ from common.errors import AbortedError, RequestError, TransferError
 from common.handoff import RoomAddress
 from common.layout import StateKind
 from transfer import Committed, Released, RoomFailed, RoomOpened, Sent
+from transfer.digest import PagesDigest
 from transfer.loopback import LoopbackTransport
 from transfer.transport import Block
 
@@ -339,6 +340,74 @@ def test_a_failed_write_leaves_the_lease_in_quarantine(config: Config, prefill: 
     assert d.transfer.stats()["leases"] == {"draining": 1}
     p.transfer.close()
     d.wait_for(Released, 1)
+
+
+class HeldTransport(LoopbackTransport):
+    """Bytes land in the second half of a write, when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting, self.land, self.fails = threading.Event(), threading.Event(), False
+
+    def begin(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> Callable[[], None]:
+        def wait() -> None:
+            self.waiting.set()
+            assert self.land.wait(5)
+            if self.fails:
+                raise TransferError("the link broke", code="write_failed")
+            self.write(session, blocks, nth_room)
+
+        return wait
+
+
+def test_commit_waits_for_what_is_on_its_way(config: Config, prefill: Make, decode: Make) -> None:
+    p, d = prefill(config(), transport=HeldTransport()), decode(config())
+    start(p, d, 1)
+    p.send(1, HERE, 1)
+    assert p.transport.waiting.wait(5)
+    assert not d.quiet(0.1)
+    p.transport.land.set()
+    d.wait_for(Committed, 1)
+    assert d.pools.state(THERE, 2) == p.pools.state(HERE, 1)
+
+
+@pytest.mark.parametrize("by", ["link", "hash"])
+def test_what_breaks_while_bytes_are_on_their_way(
+    config: Config, prefill: Make, decode: Make, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """A write that broke quarantines the lease; when our own code broke, the write is waited for."""
+    p, d = prefill(config(), transport=HeldTransport()), decode(config())
+    if by == "hash":
+        monkeypatch.setattr(PagesDigest, "update", lambda *_: 1 / 0)
+    start(p, d, 1)
+    p.transport.fails = by == "link"
+    p.send(1, HERE, 1)
+    assert p.transport.waiting.wait(5)
+    assert not p.quiet(0.1), "the write still reads these pages"
+    p.transport.land.set()
+    code = "write_failed" if by == "link" else "internal"
+    assert p.wait_for(RoomFailed, 1).error.code == code
+    p.wait_for(Released, 1)
+    assert d.wait_for(RoomFailed, 1).error.code == code
+    if by == "hash":
+        d.wait_for(Released, 1)
+    else:
+        assert not d.quiet(0.2)
+        assert d.transfer.stats()["leases"] == {"draining": 1}
+
+
+def test_earlier_chunks_are_hashed_before_the_commit(config: Config, prefill: Make, decode: Make) -> None:
+    p, d = prefill(config()), decode(config())
+    start(p, d, 1)
+    incoming = d.transfer._leases[1].incoming
+    for first, end in ((0, 2), (2, 3)):
+        p.transfer.send_pages(1, first, HERE[first:end])
+        d.until(lambda end=end: incoming._hashed == end)
+    p.transfer.send_pages(1, 3, HERE[3:])
+    p.transfer.send_state(1, 1, None)
+    d.until(lambda: {"conv", "ssm"} <= incoming._slots.keys())
+    p.transfer.commit(1, metadata(1))
+    d.wait_for(Committed, 1)
 
 
 class StaleTransport(LoopbackTransport):
