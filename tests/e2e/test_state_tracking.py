@@ -23,7 +23,16 @@ from torch import Tensor
 from common.config import EngineConfig
 from node.messages import Timing
 from tests.engine.conftest import Shape, make_model
-from tests.support.ranks import MODEL, Outcome, Ranks, Request, assert_equivalent, disaggregated_ranks, unified_ranks
+from tests.support.ranks import (
+    MODEL,
+    PLAIN,
+    Outcome,
+    Ranks,
+    Request,
+    assert_equivalent,
+    disaggregated_ranks,
+    unified_ranks,
+)
 
 CONV = 4
 NEW_TOKENS = 6
@@ -149,17 +158,6 @@ def engine(case: Case) -> EngineConfig:
         enable_mixed_chunk=case.mixed,
         local_prefill_max_tokens=case.local,
     )
-
-
-PLAIN = EngineConfig(
-    page_size=1,
-    max_total_tokens=4096,
-    max_state_slots=8,
-    chunked_prefill_size=-1,
-    mamba_scheduler_strategy="no_buffer",
-    disable_radix_cache=True,
-    disable_overlap_schedule=True,
-)
 
 
 class Finals:

@@ -231,6 +231,36 @@ class Ranks:
             assert memory.slots.num_free == memory.slots.num_usable
 
 
+PLAIN = EngineConfig(
+    page_size=1,
+    max_total_tokens=4096,
+    max_state_slots=8,
+    chunked_prefill_size=-1,
+    mamba_scheduler_strategy="no_buffer",
+    disable_radix_cache=True,
+    disable_overlap_schedule=True,
+)
+
+
+class ColdRuns:
+    """Each request alone, without cache and overlap, on ranks with the settings `PLAIN`; run once and remembered."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._known: dict[tuple[object, ...], Outcome] = {}
+
+    def of(self, request: Request) -> Outcome:
+        key = (tuple(request.prompt), request.params(), request.logprobs)
+        if key not in self._known:
+            (self._known[key],) = self._ranks.run([request])
+        return self._known[key]
+
+    def answer(self, prompt: list[int], length: int, longest: int) -> Outcome:
+        """The first `length` tokens of the greedy answer; `longest`: at most so many are ever asked for."""
+        whole = self.of(Request(prompt=prompt, max_new_tokens=longest))
+        return Outcome(tokens=whole.tokens[:length], finish=FinishReason(type="length", length=length))
+
+
 def _take(message: object, outcomes: dict[str, Outcome]) -> None:
     match message:
         case Updates(items=items):
@@ -350,8 +380,8 @@ def bootstrap(prefill: PrefillRole) -> Iterator[int]:
     try:
         asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
         yield server.port
-        asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
     finally:
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
