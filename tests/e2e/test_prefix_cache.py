@@ -187,7 +187,7 @@ def test_an_extra_key_separates(make: Make, model: Path, cold: ColdRuns) -> None
 
 @EACH_WAY
 def test_prompt_logprobs_over_a_cached_prefix_are_those_of_a_cold_run(make: Make, model: Path, cold: ColdRuns) -> None:
-    """The prefill leg reports them; what is before the first of them may be cached. A miss saves a state at its branch."""
+    """The prefill leg reports them; what comes before them may be cached. A miss saves a state at its branch."""
     prompt = tokens(1, 3 * CHUNK + 3)
     with make(model=model, engine=engine()) as ranks:
         ask(ranks, prompt)
