@@ -1,23 +1,23 @@
 """Runs planned steps in order: forward pass, then sampling. With overlap, on a thread of its own.
 
 A plan may contain a sequence whose newest token is still being sampled by the step before it. Such a row says so
-(`waits`), and gets the token here, where the step before it has ended: sampled tokens reach the next step without
+(no token_ids), and gets the token here, where the step before it has ended: sampled tokens reach the next step without
 passing through the scheduler. Everything that a plan says of a sequence is fixed when it is made; nothing here reads or
 changes the scheduler's sequences.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from common.sampling import LogprobOptions, SamplingParams, TokenLogprob
-from engine.batch import Row
+from engine.batch import Row, Track
 from engine.sampler import NonFiniteLogits, SampleRow, prompt_logprobs, sample
 
 
@@ -42,18 +42,21 @@ class PromptLogprobs:
     top_num: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRow:
-    """One sequence's share of a step. key: names the sequence between steps.
+class PlannedRow(NamedTuple):
+    """One sequence's share of a step; see `Row` for token_ids … track. key: names the sequence between steps.
 
-    waits: the row's one token is what the step before samples for `key`; `row.token_ids` is then a placeholder.
-    output_ids: the answer so far, without the token that is waited for. samples: whether the row's last logits give
-    the sequence's next token. prompt: what the other logits are for.
+    token_ids: None when it is the one token that the step before samples for `key`. output_ids: the answer so far,
+    without that token. samples: whether the row's last logits give the sequence's next token. prompt: what the other
+    logits are for.
     """
 
     key: int
-    row: Row
-    waits: bool
+    token_ids: Seq[int] | None
+    start: int
+    page_table: Seq[int]
+    slot: int
+    num_logits: int
+    track: Track | None
     samples: bool
     sampling: SamplingParams
     logprobs: LogprobOptions
@@ -71,6 +74,8 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprob]]
 
 
+Candidate = tuple[int, int, SampleRow]  # key, its row of the logits, how to sample
+PLACEHOLDER = 0
 NO_RESULT = StepResult(tokens={}, failed={}, prompt_logprobs={})
 
 
@@ -96,56 +101,53 @@ class Device:
             self._thread.shutdown()
 
     def _run(self, planned: Seq[PlannedRow]) -> StepResult:
-        rows = [self._resolve(p) for p in planned]
-        logits = self.runner.forward([p.row for p in rows])
-        starts, at = [], 0
-        for p in rows:
-            starts.append(at)
-            at += p.row.num_logits
-        tokens, failed = self._sample(rows, starts, logits)
-        prompts, broken = _prompt_logprobs(rows, starts, logits)
+        resolved = [self._tokens(p) for p in planned]
+        logits = self.runner.forward(
+            [
+                Row(token_ids, p.start, p.page_table, p.slot, p.num_logits, p.track)
+                for p, (token_ids, _) in zip(planned, resolved, strict=True)
+            ]
+        )
+        starts = [0, *accumulate(p.num_logits for p in planned)]
+        candidates = [
+            (
+                p.key,
+                end - 1,
+                SampleRow(params=p.sampling, logprobs=p.logprobs, prompt_ids=p.prompt_ids, output_ids=answer),
+            )
+            for p, (_, answer), end in zip(planned, resolved, starts[1:], strict=True)
+            if p.samples
+        ]
+        tokens, failed = self._sample(candidates, logits)
+        prompts, broken = _prompt_logprobs(planned, starts, logits)
         result = StepResult(tokens=tokens, failed=failed | broken, prompt_logprobs=prompts)
         self._last = result
         return result
 
-    def _resolve(self, planned: PlannedRow) -> PlannedRow:
-        """Put the token that the step before sampled in the place of the placeholder."""
-        if not planned.waits:
-            return planned
+    def _tokens(self, planned: PlannedRow) -> tuple[Seq[int], Seq[int]]:
+        """The row's tokens and the answer before the next one, now that the step before has sampled its."""
+        if planned.token_ids is not None:
+            return planned.token_ids, planned.output_ids
         token = self._last.tokens.get(planned.key)
         if token is None:  # its logits were not finite: the row runs for nothing, its result is dropped
-            return planned
-        return dataclasses.replace(
-            planned,
-            row=dataclasses.replace(planned.row, token_ids=[token.token_id]),
-            output_ids=[*planned.output_ids, token.token_id],
-        )
+            return [PLACEHOLDER], planned.output_ids
+        return [token.token_id], [*planned.output_ids, token.token_id]
 
     def _sample(
-        self, rows: Seq[PlannedRow], starts: Seq[int], logits: Tensor
+        self, candidates: list[Candidate], logits: Tensor
     ) -> tuple[dict[int, TokenLogprob], dict[int, NonFiniteLogits]]:
-        """One token for each row that samples. Rows with non-finite logits fail alone."""
-        wanted = [(p, start + p.row.num_logits - 1) for p, start in zip(rows, starts, strict=True) if p.samples]
+        """One token for each candidate. Those with non-finite logits fail alone."""
         failed: dict[int, NonFiniteLogits] = {}
-        while wanted:
-            chosen = logits if len(wanted) == len(logits) else logits[[at for _, at in wanted]]
+        while candidates:
+            chosen = logits if len(candidates) == len(logits) else logits[[at for _, at, _ in candidates]]
             try:
-                tokens = sample(chosen, [_sample_row(p) for p, _ in wanted], eos_ids=self._eos_ids)
+                tokens = sample(chosen, [row for _, _, row in candidates], eos_ids=self._eos_ids)
             except NonFiniteLogits as error:
-                failed |= {wanted[i][0].key: error for i in error.rows}
-                wanted = [pair for pair in wanted if pair[0].key not in failed]
+                failed |= {candidates[i][0]: error for i in error.rows}
+                candidates = [c for c in candidates if c[0] not in failed]
                 continue
-            return {p.key: token for (p, _), token in zip(wanted, tokens, strict=True)}, failed
+            return {key: token for (key, _, _), token in zip(candidates, tokens, strict=True)}, failed
         return {}, failed
-
-
-def _sample_row(planned: PlannedRow) -> SampleRow:
-    return SampleRow(
-        params=planned.sampling,
-        logprobs=planned.logprobs,
-        prompt_ids=planned.prompt_ids,
-        output_ids=planned.output_ids,
-    )
 
 
 def _prompt_logprobs(
@@ -154,7 +156,7 @@ def _prompt_logprobs(
     """What was asked of the prompts, and whose logits were not finite."""
     found: dict[int, list[TokenLogprob]] = {}
     failed: dict[int, NonFiniteLogits] = {}
-    for planned, start in zip(rows, starts, strict=True):
+    for planned, start in zip(rows, starts, strict=False):
         wanted = planned.prompt
         if wanted is not None:
             first = start + wanted.first_row

@@ -24,17 +24,16 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from common.errors import CapacityError, ServingError
 from common.sampling import FinishReason, TokenLogprob
-from engine.batch import Row, Track
+from engine.batch import Track
 from engine.device import Device, PlannedRow, PromptLogprobs, StepResult
 from engine.memory import SequenceMemory
 from engine.sequence import Emission, Phase, Sequence
 from engine.stopping import StopChecker
 from engine.tracking import decode_due, prefill_target, target_in_piece
-
-PLACEHOLDER = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +84,7 @@ class StepReport:
     failures: list[tuple[Sequence, ServingError]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
+class _Share(NamedTuple):
     """One sequence's row in a planned step. chunk: what it prefills, None for a decode row."""
 
     sequence: Sequence
@@ -95,8 +93,7 @@ class _Share:
     samples: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Launched:
+class _Launched(NamedTuple):
     shares: list[_Share]
     result: Future[StepResult]
 
@@ -406,24 +403,21 @@ def _is_complete(share: _Share) -> bool:
 
 def _planned_row(share: _Share) -> PlannedRow:
     sequence, chunk = share.sequence, share.chunk
-    waits = chunk is None and sequence.pending > 0
     prompt, num_prompt_logits = (None, 0) if chunk is None else _prompt_logprobs(chunk)
     assert sequence.slot is not None
+    token_ids: list[int] | None = None  # the step in flight samples it
     if chunk is not None:
         token_ids = sequence.tokens(chunk.start, chunk.end)
-    else:
-        token_ids = [PLACEHOLDER] if waits else sequence.output_ids[-1:]
+    elif not sequence.pending:
+        token_ids = sequence.output_ids[-1:]
     return PlannedRow(
         key=id(sequence),
-        row=Row(
-            token_ids=token_ids,
-            start=sequence.num_computed_tokens,
-            page_table=list(sequence.page_table),
-            slot=sequence.slot,
-            num_logits=max(num_prompt_logits, int(share.samples)),
-            track=share.track,
-        ),
-        waits=waits,
+        token_ids=token_ids,
+        start=sequence.num_computed_tokens,
+        page_table=list(sequence.page_table),
+        slot=sequence.slot,
+        num_logits=max(num_prompt_logits, int(share.samples)),
+        track=share.track,
         samples=share.samples,
         sampling=sequence.sampling,
         logprobs=sequence.logprobs,
