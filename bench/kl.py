@@ -35,6 +35,7 @@ PARALLEL = 16
 TRACK_INTERVAL = 256
 PAST_CHECKPOINT = 20
 UNSURE_BELOW = -0.1
+NEXT_QUESTION = "\n\nQuestion:"
 DTYPES = [dtype.value for dtype in DType]
 POOLS = ["--max-total-tokens", "262144", "--max-mamba-cache-size", "192"]
 
@@ -81,15 +82,16 @@ def bound(dtype: DType, case: str) -> float:
 
 
 def random_prompts(count: int, shortest: int, longest: int, seed: int = 0) -> list[list[int]]:
-    """Token ids of random shots, cut at lengths that are drawn evenly."""
+    """Token ids of random shots, cut at lengths that are drawn evenly, and then a question that is left to the model."""
     rng, tokenizer = random.Random(seed), load_tokenizer(MODEL)
+    end = tokenizer.encode(NEXT_QUESTION)
     prompts = []
     for _ in range(count):
         length, ids = rng.randint(shortest, longest), list[int]()
         while len(ids) < length:
             drawn = problems("train", rng.getrandbits(32), 8)
             ids += tokenizer.encode("".join(shot(p) for p in drawn))
-        prompts.append(ids[:length])
+        prompts.append(ids[: length - len(end)] + end)
     return prompts
 
 
@@ -214,9 +216,8 @@ def after_decode_hits(url: str, prompts: Sequence[list[int]], new_tokens: int) -
     """Every prompt is the second turn of a conversation whose last state was saved while its answer was decoded."""
     flush(url)
     first = sample(url, prompts, [-len(p) % TRACK_INTERVAL + PAST_CHECKPOINT for p in prompts], seed=2000)
-    tokenizer = load_tokenizer(MODEL)
-    questions = [tokenizer.encode(f"\n\nQuestion: {p.question}\nAnswer:") for p in problems("train", 5, len(prompts))]
-    turns = [f.prompt + f.answer + question for f, question in zip(first, questions, strict=True)]
+    end = load_tokenizer(MODEL).encode(NEXT_QUESTION)
+    turns = [f.prompt + f.answer + end for f in first]
     samples = sample(url, turns, [new_tokens] * len(prompts), seed=3000)
     for s, f in zip(samples, first, strict=True):
         assert s.num_cached_tokens >= len(f.prompt), "resumed from a state of the prompt, not of the answer"
