@@ -82,7 +82,7 @@ def bound(dtype: DType, case: str) -> float:
 
 
 def random_prompts(count: int, shortest: int, longest: int, seed: int = 0) -> list[list[int]]:
-    """Token ids of random shots, cut at lengths that are drawn evenly, and then a question that is left to the model."""
+    """Token ids of random shots, cut at lengths that are drawn evenly, then a question that is left to the model."""
     rng, tokenizer = random.Random(seed), load_tokenizer(MODEL)
     end = tokenizer.encode(NEXT_QUESTION)
     prompts = []
