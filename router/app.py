@@ -7,7 +7,6 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 
-import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -15,7 +14,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from common.config import Role, RouterConfig
-from common.errors import AbortedError, ConfigError, RequestError, ServingError
+from common.errors import ConfigError, ServingError
+from common.http_server import LimitedProtocol, error_response, http_error_response
 from router import control
 from router.request import parse_generate
 from router.state import Router
@@ -23,6 +23,7 @@ from router.workers import make_worker
 
 log = logging.getLogger("tandem.router")
 
+_TIMES = ("health_interval_s", "connect_timeout_s", "idle_timeout_s", "liveness_timeout_s", "upload_timeout_s")
 _PROBE = b'{"text": "Hello", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}'
 
 
@@ -41,7 +42,7 @@ def create_app(config: RouterConfig) -> FastAPI:
 
     app = FastAPI(title="Tandem router", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     # First, and without the framework's request parsing: this one is on the path of every token.
-    app.router.routes.insert(0, Route("/generate", Generate(config.max_body_bytes), methods=["POST"]))
+    app.router.routes.insert(0, Route("/generate", Generate(), methods=["POST"]))
     app.router.routes.append(Route("/health_generate", HealthGenerate(), methods=["GET"]))
     for path, methods, endpoint in control.ROUTES:
         app.router.routes.append(Route(path, endpoint, methods=methods))
@@ -61,7 +62,7 @@ def check_router_config(config: RouterConfig) -> RouterConfig:
     for address in config.prefill:
         if address.bootstrap_port is None:
             raise ConfigError(f"--prefill {address.url}: give its bootstrap port too", param="prefill")
-    for name in ("health_interval_s", "connect_timeout_s", "idle_timeout_s"):
+    for name in _TIMES:
         value = getattr(config, name)
         if not 0 < value < float("inf"):
             option = name.removesuffix("_s").replace("_", "-")
@@ -74,10 +75,14 @@ def serve(config: RouterConfig) -> None:
     app = create_app(config)
     listener = _listen(config.host, config.port)
     log.info("router listens on http://%s:%d", *listener.getsockname()[:2])
-    settings = uvicorn.Config(
+    uvicorn.Server(server_config(app)).run(sockets=[listener])
+
+
+def server_config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=LimitedProtocol,
         lifespan="on",
         log_level="warning",
         access_log=False,
@@ -86,7 +91,6 @@ def serve(config: RouterConfig) -> None:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
     )
-    uvicorn.Server(settings).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -105,32 +109,10 @@ def _listen(host: str, port: int) -> socket.socket:
 class Generate:
     """POST /generate as a bare ASGI application."""
 
-    def __init__(self, max_body_bytes: int) -> None:
-        self._max_body_bytes = max_body_bytes
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router: Router = scope["app"].state.router
-        request = parse_generate(await self._body(scope, receive))
+        request = parse_generate(await router.read_body(scope, receive))
         await router.dispatcher.generate(request, receive, send)
-
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        for name, value in scope["headers"]:
-            if name == b"content-length":
-                self._check(int(value))
-        parts: list[bytes] = []
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise AbortedError("the client left before its request was complete")
-            parts.append(message["body"])
-            self._check(sum(map(len, parts)))
-            if not message["more_body"]:
-                return b"".join(parts)
-
-    def _check(self, nbytes: int) -> None:
-        if nbytes > self._max_body_bytes:
-            message = f"a body of {nbytes} bytes or more: at most {self._max_body_bytes}"
-            raise RequestError(message, code="body_too_large", status=413)
 
 
 class HealthGenerate:
@@ -144,23 +126,15 @@ class HealthGenerate:
 # Errors
 
 
-def _error_response(error: ServingError) -> Response:
-    record = error.record()
-    return Response(msgspec.json.encode(record.body()), record.status, media_type="application/json")
-
-
 async def _serving_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return _error_response(error)
+    return error_response(error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    response = _error_response(RequestError(message, code="no_such_endpoint", status=error.status_code))
-    response.headers.update(error.headers or {})
-    return response
+    return http_error_response(request, error)
 
 
 async def _our_error(_: Request, error: Exception) -> Response:
-    return _error_response(ServingError(f"a fault of the router: {type(error).__name__}"))
+    return error_response(ServingError(f"a fault of the router: {type(error).__name__}"))

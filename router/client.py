@@ -16,7 +16,9 @@ from common.config import RouterConfig
 from common.errors import WorkerError
 
 REFUSED = "worker_unavailable"
-"""Code of the error when no connection could be opened: the worker certainly did not see the request."""
+"""Code of the error when nobody listens."""
+UNREACHABLE = "worker_unreachable"
+"""Code of the error when no connection could be opened for another reason. In both cases the request was not seen."""
 
 _READ_BUFFER_BYTES = 64 * 1024
 # Below the 5 s after which uvicorn closes an idle connection, so that no request is sent into a closing one.
@@ -48,8 +50,8 @@ class Network(Protocol):
     async def send(self, method: str, url: str, body: bytes | None = None, *, limit_s: float | None = None) -> Answer:
         """Open an exchange. limit_s: for all of it, the body included. Cancelling closes the connection.
 
-        Raises WorkerError: code `worker_unavailable` (503) when no connection could be opened, `worker_lost` (502) when
-        it broke, `worker_timeout` (504) when the worker stayed silent.
+        Raises WorkerError: code `worker_unavailable` or `worker_unreachable` (503) when no connection could be opened,
+        `worker_lost` (502) when it broke, `worker_timeout` (504) when the worker stayed silent.
         """
 
     async def close(self) -> None:
@@ -109,7 +111,9 @@ def _translated() -> Iterator[None]:
     try:
         yield
     except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
-        raise WorkerError(f"no connection ({_reason(error)})", code=REFUSED) from error
+        cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        code = REFUSED if isinstance(cause, ConnectionRefusedError) else UNREACHABLE
+        raise WorkerError(f"no connection ({_reason(error)})", code=code) from error
     except (TimeoutError, aiohttp.ServerTimeoutError) as error:
         raise WorkerError("no answer in time", code="worker_timeout", status=504) from error
     except (aiohttp.ClientError, ConnectionError) as error:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import RequestError, WorkerError
-from router.request import parse_object
+from common.json_body import decode_object
 from router.state import Router
 from router.workers import Worker
 
@@ -114,7 +114,7 @@ async def model_info(request: Request) -> Response:
 
 
 async def flush_cache(request: Request) -> Response:
-    """Every worker drops its caches. 400 when one refuses (it is busy), 503 when one cannot be reached."""
+    """Every worker drops its caches. 400 when one refuses (it is busy), 503 when one fails or cannot be reached."""
     router = _router(request)
     query = f"?{request.url.query}" if request.url.query else ""
     said = await _order_all(router, router.workers.all, "POST", f"/flush_cache{query}", limit_s=_FLUSH_LIMIT_S)
@@ -125,8 +125,8 @@ async def flush_cache(request: Request) -> Response:
 async def abort_request(request: Request) -> Response:
     """End one request (`rid`) or all of them (`abort_all`) on both roles."""
     router = _router(request)
-    body = await request.body()
-    fields = parse_object(body)
+    body = await router.read_body(request.scope, request.receive)
+    fields = decode_object(body)
     if not fields.get("rid") and fields.get("abort_all") is not True:
         raise RequestError("rid: name a request, or set abort_all", param="rid")
     alive = [worker for worker in router.workers.all if worker.alive]
@@ -135,13 +135,13 @@ async def abort_request(request: Request) -> Response:
 
 
 def _raise_first_refusal(said: list[Said], order: str) -> None:
+    """RequestError for the first worker that would not, WorkerError for one that did not answer or could not."""
     for one in said:
-        if one.status == 0:
-            raise WorkerError(f"{order}: {one.worker.role.value} worker {one.worker.url}: {one.text()}")
+        name = f"{one.worker.role.value} worker {one.worker.url}"
+        if one.status == 0 or one.status >= 500:
+            raise WorkerError(f"{order}: {name}: {one.text()}")
         if one.status != 200:
-            status = 400 if one.status < 500 else 502
-            message = f"{order}: refused by {one.worker.role.value} worker {one.worker.url}: {one.text()}"
-            raise RequestError(message, code="refused", status=status)
+            raise RequestError(f"{order}: refused by {name}: {one.text()}", code="refused")
 
 
 ROUTES = (

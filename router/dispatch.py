@@ -3,14 +3,15 @@
     claimed ──► legs open ──► decode answers ──► answered ──► prefill leg read to its end ──► released
                     └── a leg fails, or the client leaves ──► both ended, workers told ──► released
 
-Nothing is retried: the client gets the first failure as the worker put it.
+Nothing is retried: the client gets the first failure as the worker put it. Ids are released when the workers have
+answered the aborts, so that a late abort cannot hit the next request of the same id; that one waits for it meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
@@ -23,14 +24,14 @@ from router.in_flight import InFlight
 from router.legs import Answered, Leg, LegFailed
 from router.logprobs import PromptLogprobs
 from router.request import GenerateRequest
-from router.workers import Workers
+from router.workers import Worker, Workers
 
 _LINGER_S = 5.0
 _STOP_S = 1.0
+_RELEASE_WAIT_S = 5.0
+_NOTICE_S = 0.1
 _MAX_HEADER_CHARS = 256
 _DONE = b"data: [DONE]\n\n"
-
-Background = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class Dispatcher:
@@ -42,20 +43,31 @@ class Dispatcher:
         self.in_flight = InFlight()
         self._exchanges: set[Exchange] = set()
         self._background: set[asyncio.Task[None]] = set()
+        self._ending: dict[str, asyncio.Task[None]] = {}
 
     async def generate(self, request: GenerateRequest, receive: Receive, send: Send) -> None:
         """Serve one request to its end. Raises ServingError while the client has been sent nothing."""
+        await self._let_end(request.rids)
         pair = self.workers.pick()
         rooms = self.in_flight.claim(request.rids, request.num_sequences)
         prefill_body, decode_body = request.leg_bodies(pair.prefill, rooms)
         prefill = Leg(pair.prefill, prefill_body, self.workers, self.network)
         decode = Leg(pair.decode, decode_body, self.workers, self.network)
-        exchange = Exchange(request, prefill, decode, Client(receive, send), self.in_background)
+        exchange = Exchange(request, prefill, decode, Client(receive, send))
         self._exchanges.add(exchange)
         try:
             await exchange.run()
         finally:
-            self.in_background(self._release(exchange, request, rooms))
+            task = self._in_background(self._release(exchange, request, rooms))
+            self._ending.update(dict.fromkeys(request.rids, task))
+
+    async def _let_end(self, rids: tuple[str, ...]) -> None:
+        """Wait for requests of these ids that have their answer, or whose client has left; not for long."""
+        if any(rid in self.in_flight.rids and rid not in self._ending for rid in rids):
+            await asyncio.sleep(_NOTICE_S)  # a client that has just left may not have been noticed yet
+        ending = {self._ending[rid] for rid in rids if rid in self._ending}
+        if ending:
+            await asyncio.wait(ending, timeout=_RELEASE_WAIT_S)
 
     async def _release(self, exchange: Exchange, request: GenerateRequest, rooms: list[int]) -> None:
         try:
@@ -63,11 +75,19 @@ class Dispatcher:
         finally:
             self._exchanges.discard(exchange)
             self.in_flight.release(request.rids, rooms)
+            for rid in request.rids:
+                self._ending.pop(rid, None)
 
-    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def give_up(self, worker: Worker, error: WorkerError) -> None:
+        """The worker does not answer: every request with an open leg there fails with this error."""
+        for exchange in self._exchanges:
+            exchange.give_up(worker, error)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def stop(self) -> None:
         """End every leg, tell the workers, and let what runs in the background end, but not for long."""
@@ -108,18 +128,14 @@ class Client:
 
 
 class Exchange:
-    """One request with its two legs and its client. The legs open as soon as it is made.
+    """One request with its two legs and its client. The legs open as soon as it is made."""
 
-    background: runs a piece of work that may outlive the client.
-    """
-
-    def __init__(
-        self, request: GenerateRequest, prefill: Leg, decode: Leg, client: Client, background: Background
-    ) -> None:
+    def __init__(self, request: GenerateRequest, prefill: Leg, decode: Leg, client: Client) -> None:
         self._request = request
         self._legs = (prefill, decode)
         self._client = client
-        self._background = background
+        self._given_up: asyncio.Future[LegFailed] = asyncio.get_running_loop().create_future()
+        self._aborts: list[asyncio.Task[None]] = []
         self._prefill = asyncio.create_task(prefill.finish())
         self._answer = asyncio.create_task(self._stream(decode) if request.stream else self._json(decode))
 
@@ -143,19 +159,22 @@ class Exchange:
             gone.cancel()
 
     async def ended(self) -> None:
-        """Returns when neither leg runs: the prefill leg may end a little after the answer; what is late is ended."""
+        """Returns when neither leg runs and the workers have answered the aborts. The prefill leg may end a little
+        after the answer; what is late is ended."""
         await asyncio.wait({self._answer, self._prefill}, timeout=_LINGER_S)
         if not (self._answer.done() and self._prefill.done()):
             self.end_legs()
-        await asyncio.gather(self._answer, self._prefill, return_exceptions=True)
+        await asyncio.gather(self._answer, self._prefill, *self._aborts, return_exceptions=True)
 
     async def _supervise(self, gone: asyncio.Task[None]) -> None:
         """Until the client has its answer. Raises LegFailed, or AbortedError when the client is gone."""
-        pending: set[asyncio.Task[Any]] = {self._answer, self._prefill, gone}
+        pending: set[asyncio.Future[Any]] = {self._answer, self._prefill, gone, self._given_up}
         while True:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             if self._answer in done:
                 return self._answer.result()
+            if self._given_up in done:
+                raise self._given_up.result()
             if self._prefill in done:
                 self._prefill.result()
             if gone in done:
@@ -193,6 +212,12 @@ class Exchange:
 
     # The end
 
+    def give_up(self, worker: Worker, error: WorkerError) -> None:
+        """Fail when this worker, which does not answer, has an open leg. Does nothing the second time."""
+        for leg in self._legs:
+            if leg.worker is worker and leg.open and not self._given_up.done():
+                self._given_up.set_result(leg.lost(error))
+
     async def _tell(self, failure: LegFailed) -> None:
         if not self._client.started:
             await self._client.start(failure.status, failure.content_type, self._request.rids[0], len(failure.body))
@@ -207,7 +232,7 @@ class Exchange:
         for leg in self._legs:
             if leg.open:
                 leg.open = False
-                self._background(leg.abort(self._request.rids))
+                self._aborts.append(asyncio.create_task(leg.abort(self._request.rids)))
 
 
 def _merged(prompt: PromptLogprobs, whole: bytes) -> bytes:

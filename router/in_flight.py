@@ -27,7 +27,7 @@ class InFlight:
         """Take the ids and as many new rooms. Raises RequestError when an id is taken: an abort would hit both."""
         taken = self.rids.intersection(rids)
         if taken:
-            raise RequestError(f"rid {min(taken)!r}: in use by a request that runs", param="rid", code="duplicate_rid")
+            raise RequestError(f"rid {min(taken)!r}: in use by a request that runs", param="rid", code="rid_in_use")
         self.rids.update(rids)
         return [self._new_room() for _ in range(num_rooms)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Leg:
         except WorkerError as error:
             raise self.lost(error) from error
         self.open = False
-        raise LegFailed(answer.status, answer.content_type, body)
+        raise LegFailed(answer.status if 400 <= answer.status <= 599 else 502, answer.content_type, body)
 
     async def finish(self) -> Answered:
         """Post it and read all of a good answer. Raises LegFailed."""
@@ -84,17 +85,16 @@ class Leg:
         return LegFailed.of(WorkerError(message, code=error.code, status=error.http_status))
 
     async def abort(self, rids: tuple[str, ...]) -> None:
-        """Tell the worker to give up, also when it has not noticed that the connection is gone."""
-        for rid in rids:
-            try:
-                body = msgspec.json.encode({"rid": rid, "abort_all": False})
-                answer = await self.network.send(
-                    "POST", f"{self.worker.url}/abort_request", body, limit_s=ABORT_LIMIT_S
-                )
-                await answer.read()
-            except WorkerError as error:
-                log.debug("abort of %s at %s: %s", rid, self.worker.url, error.message)
-                return
+        """Tell the worker to give up, also when it has not noticed that the connection is gone. Takes 2 s at most."""
+        url = f"{self.worker.url}/abort_request"
+        try:
+            async with asyncio.timeout(ABORT_LIMIT_S):
+                for rid in rids:
+                    body = msgspec.json.encode({"rid": rid, "abort_all": False})
+                    answer = await self.network.send("POST", url, body, limit_s=ABORT_LIMIT_S)
+                    await answer.read()
+        except (WorkerError, TimeoutError) as error:
+            log.debug("abort at %s: %s", self.worker.url, error)
 
 
 @dataclass(frozen=True, slots=True)

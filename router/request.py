@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from common.errors import RequestError
+from common.json_body import decode_object
 from router.workers import Worker
 
 MAX_SEQUENCES = 65536
 """Of one request: rooms are minted for each, so this bounds what a small body can make the router do."""
 
-_decoder = msgspec.json.Decoder()
 _encoder = msgspec.json.Encoder()
 
 
@@ -47,7 +47,7 @@ class GenerateRequest:
 
 def parse_generate(body: bytes) -> GenerateRequest:
     """Raises RequestError naming the field."""
-    fields = parse_object(body)
+    fields = decode_object(body)
     if fields.get("bootstrap_room") is not None:
         raise RequestError("bootstrap_room: minted by the router, not given by a client", param="bootstrap_room")
     stream = fields.get("stream")
@@ -66,17 +66,6 @@ def parse_generate(body: bytes) -> GenerateRequest:
         lists_rooms=batch is not None or num_sequences > 1,
         rids=rids,
     )
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Raises RequestError for what is no JSON object."""
-    try:
-        fields = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(fields, dict):
-        raise RequestError("the body is not a JSON object", code="invalid_json")
-    return fields
 
 
 def _batch_size(fields: dict[str, Any]) -> int | None:
@@ -116,7 +105,7 @@ def _rids(fields: dict[str, Any], batch: int | None) -> tuple[str, ...]:
         rid = uuid.uuid4().hex if batch is None else [uuid.uuid4().hex for _ in range(batch)]
         fields["rid"] = rid
     rids = rid if isinstance(rid, list) else [rid]
-    if not all(isinstance(item, str) and item for item in rids):
+    if not rids or not all(isinstance(item, str) and item for item in rids):
         raise RequestError("rid: a string that is not empty, or a list of them", param="rid")
     if len(set(rids)) != len(rids):
         raise RequestError("rid: the same one twice", param="rid")

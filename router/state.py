@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from starlette.types import Receive, Scope
+
 from common.config import RouterConfig
+from common.http_server import read_body
 from router.client import AiohttpNetwork, Network
 from router.dispatch import Dispatcher
 from router.workers import Workers
@@ -16,9 +19,15 @@ class Router:
         self.network: Network = AiohttpNetwork(config)
         self.workers = Workers(config, self.network)
         self.dispatcher = Dispatcher(self.workers, self.network)
+        self.workers.on_silence = self.dispatcher.give_up
 
     def start(self) -> None:
         self.workers.start()
+
+    async def read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """A request's body, within the router's limits of size and time."""
+        config = self.config
+        return await read_body(scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.upload_timeout_s)
 
     async def stop(self) -> None:
         await self.workers.stop()

@@ -1,6 +1,8 @@
 """Which workers there are, which of them live, and which two serve the next request.
 
 A worker's health loop owns `alive`, `fingerprint` and `reason`; a request that cannot connect may only report it dead.
+A worker that does not answer a check is asked again at once. The second time it is silent: dead, and what it was asked
+is given up. One where nobody listens is dead, not silent: its connections have broken by themselves.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,11 +19,12 @@ import msgspec
 
 from common.config import Role, RouterConfig, WorkerAddress
 from common.errors import ConfigError, WorkerError
-from router.client import REFUSED, Network
+from router.client import REFUSED, UNREACHABLE, Network
 
 log = logging.getLogger("tandem.router")
 
-_HEALTH_LIMIT_S = 5.0
+_SILENT_AFTER = 2
+_NO_CONNECTION = (REFUSED, UNREACHABLE)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +33,7 @@ class Worker:
 
     host: what the other leg calls it by (of a prefill worker: where its rooms are opened). fingerprint: of its state
     layout, None while unknown or when it publishes none. reason: why it is not alive. last_picked: a count, not a time.
+    unanswered: checks in a row.
     """
 
     role: Role
@@ -39,6 +44,7 @@ class Worker:
     fingerprint: str | None = None
     reason: str = "not checked yet"
     last_picked: int = 0
+    unanswered: int = 0
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
 
     def describe(self) -> dict[str, Any]:
@@ -71,13 +77,18 @@ def _host(url: str) -> str | None:
 
 
 class Workers:
-    """All workers of one router. Raises ConfigError when an address is no URL."""
+    """All workers of one router. Raises ConfigError when an address is no URL.
+
+    on_silence: told of each worker that has fallen silent.
+    """
 
     def __init__(self, config: RouterConfig, network: Network) -> None:
         self.prefill = tuple(make_worker(Role.PREFILL, address) for address in config.prefill)
         self.decode = tuple(make_worker(Role.DECODE, address) for address in config.decode)
         self._network = network
+        self.on_silence: Callable[[Worker, WorkerError], None] = _ignore
         self._interval_s = config.health_interval_s
+        self._check_limit_s = config.liveness_timeout_s / _SILENT_AFTER
         self._picked = 0
         self._mismatches: tuple[str, ...] = ()
         self._loops: list[asyncio.Task[None]] = []
@@ -136,13 +147,15 @@ class Workers:
 
     def report(self, worker: Worker, error: WorkerError) -> None:
         """A request could not reach this worker, or lost it: dead at once if nobody listens, and asked again now."""
-        if error.code == REFUSED:
+        if error.code in _NO_CONNECTION:
             self._mark_dead(worker, error.message)
         worker.check_now.set()
 
     async def _watch(self, worker: Worker) -> None:
         while True:
             await self._check(worker)
+            if 0 < worker.unanswered < _SILENT_AFTER:
+                continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await worker.check_now.wait()
@@ -150,18 +163,26 @@ class Workers:
 
     async def _check(self, worker: Worker) -> None:
         try:
-            answer = await self._network.send("GET", f"{worker.url}/health", limit_s=_HEALTH_LIMIT_S)
+            answer = await self._network.send("GET", f"{worker.url}/health", limit_s=self._check_limit_s)
             await answer.read()
+            worker.unanswered = 0
             if answer.status != 200:
-                raise WorkerError(f"/health answered {answer.status}")
-            if not worker.alive:
+                self._mark_dead(worker, f"/health answered {answer.status}")
+            elif not worker.alive:
                 await self._welcome(worker)
         except WorkerError as error:
+            self._on_no_answer(worker, error)
+
+    def _on_no_answer(self, worker: Worker, error: WorkerError) -> None:
+        worker.unanswered = 0 if error.code == REFUSED else worker.unanswered + 1
+        if error.code in _NO_CONNECTION or worker.unanswered >= _SILENT_AFTER:
             self._mark_dead(worker, error.message)
+        if worker.unanswered == _SILENT_AFTER:
+            self.on_silence(worker, WorkerError("it does not answer", code="worker_silent"))
 
     async def _welcome(self, worker: Worker) -> None:
         """Ask a worker that has just come up what it is before it gets requests."""
-        answer = await self._network.send("GET", f"{worker.url}/server_info", limit_s=_HEALTH_LIMIT_S)
+        answer = await self._network.send("GET", f"{worker.url}/server_info", limit_s=self._check_limit_s)
         worker.fingerprint = _fingerprint(await answer.read()) if answer.status == 200 else None
         worker.alive, worker.reason = True, ""
         log.info("%s worker %s is alive (state layout %s)", worker.role.value, worker.url, worker.fingerprint)
@@ -179,6 +200,10 @@ class Workers:
             if line not in self._mismatches:
                 log.error("these workers cannot serve together: %s", line)
         self._mismatches = found
+
+
+def _ignore(_: Worker, __: WorkerError) -> None:
+    """What is told to nobody."""
 
 
 class _ServerInfo(msgspec.Struct):

@@ -14,7 +14,7 @@ import uvicorn
 from aiohttp import web
 
 from common.config import RouterConfig, WorkerAddress
-from router.app import create_app
+from router.app import create_app, server_config
 
 BOOTSTRAP_PORT = 8998
 
@@ -31,6 +31,8 @@ class MockWorker:
         self.port = 0
         self.fingerprint: str | None = "f0"
         self.healthy = True
+        self.stopped = False  # as by SIGSTOP: connections open, nothing is answered
+        self.abort_delay_s = 0.0
         self.script: Callable[[MockWorker, web.Request, dict[str, Any]], Awaitable[web.StreamResponse]] = answer_at_once
         self.bodies: list[dict[str, Any]] = []
         self.raw: list[bytes] = []
@@ -74,10 +76,13 @@ class MockWorker:
             raise
 
     async def _abort(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.abort_delay_s)
         self.aborts.append(await request.json())
         return web.json_response({"success": True})
 
     async def _health(self, _: web.Request) -> web.Response:
+        if self.stopped:
+            await asyncio.Event().wait()
         return web.json_response({}, status=200 if self.healthy else 503)
 
     async def _server_info(self, _: web.Request) -> web.Response:
@@ -165,7 +170,7 @@ async def run_router(config: RouterConfig) -> AsyncIterator[RunningRouter]:
     app = create_app(config)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(server_config(app))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with asyncio.timeout(5):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +14,16 @@ import pytest
 from common.config import RouterConfig, WorkerAddress
 from common.errors import ConfigError
 from router.app import check_router_config, create_app, serve
-from tests.router.mocks import MockWorker, RunningRouter, config_of, never, run_router
+from tests.router.mocks import (
+    MockWorker,
+    RunningRouter,
+    answer_at_once,
+    config_of,
+    event,
+    never,
+    run_router,
+    streams,
+)
 
 
 @pytest.fixture
@@ -121,6 +132,10 @@ async def test_flush_cache_reaches_all_and_fails_with_one(
     assert answer.status_code == 400
     assert decode.url in answer.json()["error"]["message"]
     assert "busy" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    decode.flush_status = 500
+    answer = await router.client.post("/flush_cache")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "worker_error")
     await decode.stop()
     assert (await router.client.post("/flush_cache")).status_code == 503
 
@@ -137,13 +152,16 @@ REFUSED: list[tuple[bytes, str | None]] = [
     (b"", None),
     (b"{", None),
     (b"[1]", None),
-    (b'{"text": NaN}', None),
+    (b'{"text": NaN}', "text"),
+    (b'{"text": "a", "sampling_params": {"top_p": -Infinity}}', "sampling_params.top_p"),
     (b"\xff", None),
     (b"[" * 10000, None),
     (b'{"text": "a", "bootstrap_room": 1}', "bootstrap_room"),
     (b'{"text": "a", "stream": "yes"}', "stream"),
     (b'{"text": "a", "rid": 3}', "rid"),
     (b'{"text": "a", "rid": ""}', "rid"),
+    (b'{"text": "a", "rid": []}', "rid"),
+    (b'{"text": ["a", "b"], "rid": ["q", null]}', "rid"),
     (b'{"text": ["a", "b"], "rid": ["x", "x"]}', "rid"),
     (b'{"text": []}', "text"),
     (b'{"text": "a", "sampling_params": {"n": 0}}', "sampling_params.n"),
@@ -174,11 +192,38 @@ async def test_a_body_that_is_too_large(router: RunningRouter, decode: MockWorke
     assert decode.bodies == []
 
 
+async def test_a_body_that_does_not_come_times_out(prefill: MockWorker, decode: MockWorker) -> None:
+    async with run_router(config_of([prefill], [decode], upload_timeout_s=0.3)) as router:
+        for path in (b"/generate", b"/abort_request"):
+            answer = await say(router, b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{" % path)
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert b'"code":"upload_timeout"' in answer
+
+
+async def test_headers_that_are_too_much(router: RunningRouter) -> None:
+    for headers in (b"a: " + b"x" * 70_000, b"a: b\r\n" * 200 + b"\r\n"):
+        answer = await say(router, b"GET /health HTTP/1.1\r\nhost: x\r\n" + headers)
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert b'"code":"headers_too_large"' in answer
+
+
+async def say(router: RunningRouter, request: bytes) -> bytes:
+    """What the router answers to these bytes until it closes the connection."""
+    host, port = router.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    async with asyncio.timeout(5):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
 async def test_unknown_paths_and_methods_have_our_error_shape(router: RunningRouter) -> None:
     for method, path, status in (("GET", "/generate", 405), ("POST", "/health", 405), ("GET", "/nothing", 404)):
         answer = await router.client.request(method, path)
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "code", "retryable"}
+        assert answer.json()["error"]["code"] == {404: "not_found", 405: "method_not_allowed"}[status]
 
 
 async def test_a_fault_of_the_router_has_our_error_shape(
@@ -197,6 +242,47 @@ async def test_a_silent_worker_times_out(prefill: MockWorker, decode: MockWorker
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_timeout")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+async def test_requests_of_a_worker_that_stops_answering_are_given_up(
+    prefill: MockWorker, decode: MockWorker, which: str, stream: bool
+) -> None:
+    bad, other = (prefill, decode) if which == "prefill" else (decode, prefill)
+    liveness_s = 0.6
+    async with run_router(config_of([prefill], [decode], liveness_timeout_s=liveness_s)) as router:
+        await router.until_alive()
+        prefill.script = never
+        decode.script = streams(event({"text": "a"}), gap_s=30) if stream else never
+        request = asyncio.create_task(router.generate(stream=stream))
+        await router.until(lambda: len(decode.bodies) == len(prefill.bodies) == 1)
+        begin, bad.stopped = time.monotonic(), True
+        text = (await request).text
+        assert liveness_s / 2 < time.monotonic() - begin < liveness_s + 1
+        assert "worker_silent" in text
+        assert f"{which} worker" in text
+        await router.until(lambda: other.cut_off == 1 and bool(other.aborts), limit_s=1)
+        assert (await router.client.get("/health")).status_code == 503
+        bad.stopped, prefill.script, decode.script = False, answer_at_once, answer_at_once
+        await router.until_alive()
+        assert (await router.generate()).status_code == 200
+
+
+async def test_one_late_answer_to_a_check_ends_nothing(prefill: MockWorker, decode: MockWorker) -> None:
+    async with run_router(config_of([prefill], [decode], liveness_timeout_s=0.6)) as router:
+        await router.until_alive()
+        worker = router.state.workers.decode[0]
+        decode.script = never
+        request = asyncio.create_task(router.generate())
+        await router.until(lambda: len(decode.bodies) == 1)
+        decode.stopped = True
+        await router.until(lambda: worker.unanswered == 1)
+        decode.stopped = False
+        await router.until(lambda: worker.unanswered == 0)
+        assert worker.alive
+        assert not request.done()
+        request.cancel()
+
+
 ADDRESS = WorkerAddress(url="http://h:1", bootstrap_port=1)
 
 
@@ -210,6 +296,7 @@ ADDRESS = WorkerAddress(url="http://h:1", bootstrap_port=1)
         ({"decode": (WorkerAddress(url="http://h:port"),)}, "--decode http://h:port"),
         ({"health_interval_s": 0.0}, "--health-interval 0.0"),
         ({"idle_timeout_s": float("nan")}, "--idle-timeout nan"),
+        ({"liveness_timeout_s": -1.0}, "--liveness-timeout -1.0"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], said: str) -> None:

@@ -358,12 +358,54 @@ async def test_a_request_id_that_runs_is_refused(
     await router.until(lambda: len(decode.bodies) == 1)
     second = await router.generate(text=["a", "b"], rid=["other", "same"])
     assert (second.status_code, second.json()["error"]["param"]) == (400, "rid")
+    assert second.json()["error"]["code"] == "rid_in_use"
     assert len(decode.bodies) == 1
     assert decode.aborts == []
     first.cancel()
     await drained(router)
     decode.script = answer_at_once
     assert (await router.generate(rid="same")).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_left_may_send_the_same_id_again_at_once(
+    router: RunningRouter, prefill: MockWorker, decode: MockWorker, stream: bool
+) -> None:
+    """It is taken again only when both workers have answered the aborts, or those would hit the new request."""
+    aborts_seen: list[int] = []
+
+    async def script(worker: MockWorker, *rest: Any) -> web.StreamResponse:
+        aborts_seen.append(len(worker.aborts))
+        return await answer_at_once(worker, *rest)
+
+    prefill.abort_delay_s = decode.abort_delay_s = 0.3
+    for round_ in range(1, 4):
+        prefill.script = decode.script = never
+        with pytest.raises(httpx.ReadTimeout):
+            await router.client.post("/generate", json={"text": "a", "rid": "r", "stream": stream}, timeout=0.1)
+        prefill.script = decode.script = script
+        assert (await router.generate(rid="r")).status_code == 200
+        assert aborts_seen == [round_, round_]
+        aborts_seen.clear()
+    await drained(router)
+
+
+async def test_a_worker_that_does_not_answer_aborts_holds_no_id_for_long(
+    router: RunningRouter, prefill: MockWorker, decode: MockWorker
+) -> None:
+    decode.script, decode.abort_delay_s = never, 60
+    with pytest.raises(httpx.ReadTimeout):
+        await router.client.post("/generate", json={"text": "a", "rid": "r"}, timeout=0.1)
+    decode.script = answer_at_once
+    assert (await router.generate(rid="r")).status_code == 200
+
+
+@pytest.mark.parametrize("status", [204, 301, 600])
+async def test_a_worker_status_that_is_no_error_becomes_one(
+    router: RunningRouter, decode: MockWorker, status: int
+) -> None:
+    decode.script = fails(status, b"")
+    assert (await router.generate()).status_code == 502
 
 
 async def test_many_requests_side_by_side(router: RunningRouter, prefill: MockWorker, decode: MockWorker) -> None:
