@@ -36,8 +36,8 @@ TURNS = [
     Turn(new_tokens=330, answer_tokens=40, is_long=True),
     Turn(new_tokens=100, answer_tokens=150, is_long=False),
     Turn(new_tokens=300, answer_tokens=20, is_long=True),
-    Turn(new_tokens=77, answer_tokens=280, is_long=False),
-    Turn(new_tokens=150, answer_tokens=16, is_long=False),
+    Turn(new_tokens=77, answer_tokens=212, is_long=False),  # ends 7 positions after a state that decode saves,
+    Turn(new_tokens=6, answer_tokens=16, is_long=False),  # so that this turn depends on it
 ]
 
 
