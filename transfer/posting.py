@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from common.config import Verify
 from common.errors import TransferError
 from common.handoff import HandoffMetadata
@@ -43,7 +45,7 @@ Job = Pages | State | Finish
 class Posting:
     """mine, theirs: where the pools lie here and at decode. reader: None when verify is off.
 
-    For each job: `add`, write and meanwhile `hash`; then `commit`. Belongs to the worker.
+    For each job: `add`, write and meanwhile `hash`; then `commit`. Belongs to the worker. payload: encoded metadata.
     """
 
     def __init__(
@@ -59,12 +61,13 @@ class Posting:
         self._reader, self._verify = reader, verify
         self._pages_digest = PagesDigest(reader, verify) if reader is not None else None
         self._digests: dict[str, bytes] = {}
-        self._unhashed: list[Pages | State | Track] = []
+        self._unhashed: list[Pages | State | Track | Finish] = []
         self._saved: int | None = None
         self._state_added = False
         self._track = TrackState.NONE
         self.next_page = offer.num_cached_pages
         self.bytes_by_part: dict[str, int] = {}
+        self.payload = b""
 
     def add(self, job: Job) -> list[Block]:
         """The blocks to write for a job. Raises TransferError: too many pages."""
@@ -76,7 +79,9 @@ class Posting:
                 blocks = self._plan_state(job)
             case Finish():
                 self._track = self._track_of(job.metadata)
+                self.payload = msgspec.msgpack.encode(job.metadata)
                 blocks = self._plan_track() if self._track is TrackState.RECEIVED else []
+                self._unhashed.append(job)
         for block in blocks:
             self.bytes_by_part[block.part] = self.bytes_by_part.get(block.part, 0) + block.nbytes
         return blocks
@@ -98,19 +103,19 @@ class Posting:
                     self._digests |= slot_digests(self._reader, job.slot, self._verify)
                 case Track():
                     self._digests[TRACK] = track_digest(self._reader, job.slot, self._verify)
+                case Finish():
+                    self._digests[KV] = self._pages_digest.digest()
+                    self._digests[METADATA] = metadata_digest(self.payload, self._verify)
 
-    def commit(self, payload: bytes, altered: bytes, seconds: float) -> Commit:
-        """The last word. payload: the encoded metadata; altered: what an injected fault made of it."""
-        digests = dict(self._digests)
-        if self._pages_digest is not None:
-            digests |= {KV: self._pages_digest.digest(), METADATA: metadata_digest(payload, self._verify)}
+    def commit(self, payload: bytes, seconds: float) -> Commit:
+        """The last word. payload: what is left of `self.payload` after an injected fault."""
         return Commit(
             room=self._offer.room,
             lease=self._offer.lease,
             num_pages=self.next_page,
-            metadata=altered,
+            metadata=payload,
             track=self._track,
-            digests=digests,
+            digests=self._digests,
             bytes_by_part=self.bytes_by_part,
             seconds=seconds,
         )

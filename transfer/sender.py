@@ -24,8 +24,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from common.config import TransferConfig, Verify
 from common.errors import AbortedError, RequestError, ServingError, TransferError, WorkerError, from_record
 from common.handoff import HandoffMetadata
@@ -511,20 +509,19 @@ class PrefillTransfer:
                 entry.unsure = False
         posting.hash()
         if isinstance(jobs[-1], Finish):
-            self._send_commit(entry, posting, jobs[-1].metadata)
+            self._send_commit(entry, posting)
         elif blocks and self._reader is not None and not entry.failed:
             peer.link.channel.send(posting.landed())
 
-    def _send_commit(self, entry: _Room, posting: Posting, metadata: HandoffMetadata) -> None:
+    def _send_commit(self, entry: _Room, posting: Posting) -> None:
         """The last word: every write has completed."""
-        payload = msgspec.msgpack.encode(metadata)
-        altered = self._transport.metadata(payload, entry.nth)
-        commit = posting.commit(payload, altered or b"", time.monotonic() - entry.compute_end_s)
+        payload = self._transport.metadata(posting.payload, entry.nth)
+        commit = posting.commit(payload or b"", time.monotonic() - entry.compute_end_s)
         with self._lock:
             if entry.failed or entry.peer is None:
                 return
             entry.committed = True
-            if altered is not None:
+            if payload is not None:
                 entry.peer.link.channel.send(commit)
 
 

@@ -78,14 +78,18 @@ class FrameServer:
         await self._talk(channel)
 
     async def _talk(self, channel: Channel) -> None:
+        mine, theirs = self._hello(), None
         try:
             async with asyncio.timeout(self._timeout_s):
-                hello = await welcome(channel, self._key, self._hello())
-            await self._serve(channel, hello)
+                theirs = await welcome(channel, self._key, mine)
+            await self._serve(channel, theirs)
         except TimeoutError:
             log.warning("%s did not finish the handshake in %s s", channel.peer_host, self._timeout_s)
         except ServingError as error:
-            log.info("connection from %s ended: %s", channel.peer_host, brief(error))
+            # Without a session of our own nobody writes here: we answer, and then the client leaves.
+            is_normal = theirs is not None and not mine.session and error.code == "peer_lost"
+            level = logging.DEBUG if is_normal else logging.INFO
+            log.log(level, "connection from %s ended: %s", channel.peer_host, brief(error))
         finally:
             channel.close()
 
