@@ -1,6 +1,7 @@
 """What a sequence holds, and where it comes from: free memory first, then what the cache can spare.
 
-    acquire ──► page_table = cached pages of the prefix (locked) + own pages;  slot = own, filled from the saved state
+    acquire ──► page_table = cached pages of the prefix (locked) + own pages;  slot = own, filled from the saved state,
+                or, when there is no other, the saved state's itself
     take_track_slot ──► a slot that one step writes ──► donate: prefix, pages and slot become the tree's
     release ──► own pages and slots are free, locks are gone
 
@@ -70,28 +71,49 @@ class SequenceMemory:
         start, lock = 0, None
         if match is not None:
             start = match.state_position if resume else match.num_kv_tokens
-            lock = self._lock(match, resume, keep_state)
+            lock = self._lock(match, resume)
         cached = start // self.page_size
         missing = self.pages_for(len(tokens)) - cached
         if not self.make_room(missing + spare_pages, 1):
-            self._unlock(lock)
-            return False
+            if not (self._is_only_user(lock) and self.make_room(missing + spare_pages, 0)):
+                self._unlock(lock)
+                return False
+            lock = self._take_over(sequence, lock)
         own = self.pages.allocate(missing, sequence.rid)
         sequence.page_table = [*(match.kv_pages[:cached] if match is not None else []), *own]
         sequence.own_pages = set(own)
-        sequence.slot = self.slots.allocate(sequence.rid)
         sequence.num_cached_pages = cached
         if resume:
-            self._resume(sequence, match, lock)
-        elif lock is not None:
+            self._resume(sequence, match, lock, keep_state)
+            return True
+        sequence.slot = self.slots.allocate(sequence.rid)
+        if lock is not None:
             sequence.locks.append(lock)
         return True
 
-    def _lock(self, match: Match, resume: bool, keep_state: bool) -> Lock:
+    def _lock(self, match: Match, resume: bool) -> Lock:
+        """A state that is to be read is locked too: making room may evict any other."""
         assert self.cache is not None
         if resume:
-            return self.cache.lock(match.state_node, state=keep_state and match.state_slot is not None)
+            return self.cache.lock(match.state_node, state=match.state_slot is not None)
         return self.cache.lock(match.kv_node)
+
+    def _is_only_user(self, lock: Lock | None) -> bool:
+        return lock is not None and lock.state and lock.node.state_locks == 1
+
+    def _take_over(self, sequence: Sequence, lock: Lock | None) -> Lock:
+        """The saved state's slot is the only one to be had: it becomes the sequence's own, with the state in it."""
+        assert self.cache is not None and lock is not None
+        kept = self._without_state(lock)
+        sequence.slot = self.cache.take_state(lock.node, sequence.rid)
+        return kept
+
+    def _without_state(self, lock: Lock) -> Lock:
+        """The same lock on KV alone, in exchange."""
+        assert self.cache is not None
+        kept = self.cache.lock(lock.node)
+        self.cache.unlock(lock)
+        return kept
 
     def _unlock(self, lock: Lock | None) -> None:
         if lock is not None:
@@ -107,14 +129,20 @@ class SequenceMemory:
             tokens = tokens[: first + 1]
         return self.cache.match(tokens, extra_key=sequence.extra_key, count=count)
 
-    def _resume(self, sequence: Sequence, match: Match | None, lock: Lock | None) -> None:
+    def _resume(self, sequence: Sequence, match: Match | None, lock: Lock | None, keep_state: bool) -> None:
+        """Begin with the saved state that the match names; without one, with an empty slot."""
         sequence.num_computed_tokens = 0 if match is None else match.state_position
         sequence.branch_position = 0 if match is None else match.branch_position
         if match is None or lock is None or match.state_slot is None:
             self._unlock(lock)
+            sequence.slot = self.slots.allocate(sequence.rid)
             return
-        assert sequence.slot is not None
+        if sequence.slot is not None:  # taken over
+            sequence.locks.append(lock)
+            return
+        sequence.slot = self.slots.allocate(sequence.rid)
         self._copy_slots([match.state_slot], [sequence.slot])
+        lock = lock if keep_state else self._without_state(lock)
         sequence.checkpoint = Checkpoint(position=match.state_position, slot=match.state_slot, lock=lock)
 
     def make_room(self, num_pages: int, num_slots: int) -> bool:

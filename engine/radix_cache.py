@@ -286,6 +286,16 @@ class RadixCache:
         self.counters.evicted_slots += num_slots
         return num_slots
 
+    def take_state(self, node: Node, owner: str) -> int:
+        """Make the slot of an unlocked state the property of `owner`, with what is in it; its KV stays."""
+        assert node.slot is not None and not node.state_locks, "no state to be had here"
+        slot, node.slot = node.slot, None
+        self._slots.transfer(slot, owner)
+        self._cached_slots.remove(slot)
+        del self._idle_states[node]
+        self.counters.evicted_slots += 1
+        return slot
+
     def flush(self) -> Flushed:
         """Free every page and every slot that is not locked. Not counted as evictions."""
         before = self.num_cached_pages, self.num_cached_slots

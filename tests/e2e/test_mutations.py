@@ -141,7 +141,8 @@ def recorded_a_chunk_too_late(patch: Patch) -> None:
     def early(row: Row, chunk: int) -> Row:
         if row.track is None or len(row.token_ids) == 1 or row.track.position - chunk <= row.start:
             return row
-        return dataclasses.replace(row, track=Track(row.track.position - chunk, row.track.slot))
+        track = Track(row.track.position - chunk, row.track.slot)
+        return Row(row.token_ids, row.start, row.page_table, row.slot, row.num_logits, track)
 
     patch.setattr(
         ModelRunner,

@@ -344,3 +344,38 @@ def test_eviction_breaks_no_answer(overlap: bool, make: Make, model: Path, cold:
         assert hits >= 5
         assert all(cache.counters.evicted_pages and cache.counters.evicted_slots for cache in caches)
         ranks.assert_all_free()
+
+
+@EACH_WAY
+@EACH_OVERLAP
+def test_a_saved_state_serves_also_when_its_slot_is_the_last_one(
+    overlap: bool, make: Make, model: Path, cold: ColdRuns
+) -> None:
+    """Two slots: one request runs, the other slot holds the state that the next one resumes from."""
+    prompt = tokens(1, 3 * CHUNK + 3)
+    with make(model=model, engine=engine(overlap, max_state_slots=3)) as ranks:
+        again = [*prompt, *ask(ranks, prompt).ids, 5]
+        other = Request(prompt=tokens(2, 3), max_new_tokens=60)
+        if make is disaggregated_ranks:  # the other runs on decode alone
+            ranks.run_until(lambda: all(leg.ended for leg in ranks.legs.values()))
+        running = ranks.submit(other, alone=True)
+        ranks.run_until(lambda: len(running.tokens) > 2)
+        second = ask(ranks, again)
+        assert second.cached == 3 * CHUNK and not running.ended
+        assert_equivalent(second, cold.of(Request(prompt=again, max_new_tokens=4)))
+        ranks.run_until(lambda: running.ended)
+        assert_equivalent(running, cold.of(other))
+        ranks.assert_all_free()
+
+
+def test_the_only_slot_serves_one_turn_after_the_other(model: Path, cold: ColdRuns) -> None:
+    settings = engine(False, page_size=1, mamba_scheduler_strategy="no_buffer", max_state_slots=2)
+    with unified_ranks(model=model, engine=settings) as ranks:
+        prompt, held = tokens(1, CHUNK + 3), 0
+        for _ in range(3):
+            got = ask(ranks, prompt)
+            assert got.cached == held
+            assert_equivalent(got, cold.of(Request(prompt=prompt, max_new_tokens=4)))
+            prompt, held = [*prompt, *got.ids, 5], len(prompt) + len(got.ids) - 1
+        assert ask(ranks, tokens(2, 5)).cached == 0
+        ranks.assert_all_free()

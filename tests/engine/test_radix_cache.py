@@ -697,6 +697,20 @@ class TestEviction:
         assert nodes_of(rig.cache) == {}
         assert rig.cache.counters.evicted_pages == rig.cache.counters.evicted_slots == 0
 
+    def test_a_state_is_taken_over_and_its_kv_stays(self) -> None:
+        rig = Rig()
+        node = rig.put(seq(1, 8), state=True).node
+        lock = rig.cache.lock(node, state=True)
+        with pytest.raises(AssertionError, match="no state to be had"):
+            rig.cache.take_state(node, "request")
+        rig.cache.unlock(lock)
+        slot = rig.cache.take_state(node, "request")
+        rig.check()
+        assert rig.slots.owned() == {"request": [slot]}
+        assert rig.depths(seq(1, 9)) == (8, 0, 8)
+        with pytest.raises(AssertionError, match="no state to be had"):
+            rig.cache.take_state(node, "request")
+
     def test_thousands_of_nodes(self) -> None:
         """Takes long when every eviction looks at every node."""
         count = 20_000

@@ -161,13 +161,16 @@ class Ranks:
         assert isinstance(self.roles[-1], DecodeRole)
         return self.roles[-1]
 
-    def submit(self, request: Request) -> Outcome:
-        """Give the request to every role; the outcome is filled by the last one, which answers the client."""
+    def submit(self, request: Request, *, alone: bool = False) -> Outcome:
+        """Give the request to every role; the outcome is filled by the last one, which answers the client.
+
+        alone: to that one only, without a room.
+        """
         number = next(self._numbers)
         room = None
-        if self.bootstrap_port is not None:
+        if self.bootstrap_port is not None and not alone:
             room = RoomAddress(host="127.0.0.1", port=self.bootstrap_port, room=number)
-        for role in reversed(self.roles):
+        for role in self.roles[-1:] if alone else reversed(self.roles):
             role.submit(
                 Submit(
                     rid=f"r{number}",
@@ -179,7 +182,8 @@ class Ranks:
                     extra_key=request.extra_key,
                 )
             )
-        self.legs[f"r{number}"] = Outcome(rid=f"r{number}")
+        if room is not None:
+            self.legs[f"r{number}"] = Outcome(rid=f"r{number}")
         return self.outcomes.setdefault(f"r{number}", Outcome(rid=f"r{number}"))
 
     def abort(self, outcome: Outcome) -> None:
@@ -254,11 +258,6 @@ class ColdRuns:
         if key not in self._known:
             (self._known[key],) = self._ranks.run([request])
         return self._known[key]
-
-    def answer(self, prompt: list[int], length: int, longest: int) -> Outcome:
-        """The first `length` tokens of the greedy answer; `longest`: at most so many are ever asked for."""
-        whole = self.of(Request(prompt=prompt, max_new_tokens=longest))
-        return Outcome(tokens=whole.tokens[:length], finish=FinishReason(type="length", length=length))
 
 
 def _take(message: object, outcomes: dict[str, Outcome]) -> None:
