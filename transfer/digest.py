@@ -42,19 +42,21 @@ class _PoolReader:
         self._view = memoryview((ctypes.c_ubyte * extent).from_address(place.base)).cast("B")
         self._stride, self._item = place.stride_bytes, pool.item_bytes
 
+    def item(self, item: int) -> memoryview:
+        return self._view[item * self._stride :][: self._item]
+
     def spans(self, stretches: Iterable[Stretch]) -> Iterator[memoryview]:
         """The bytes of the items, in their order, in as few pieces as the pool allows."""
         if self._stride != self._item:
             for first, count in stretches:
-                for item in range(first, first + count):
-                    yield self._view[item * self._stride :][: self._item]
+                yield from map(self.item, range(first, first + count))
             return
         for first, count in stretches:
             yield self._view[first * self._item : (first + count) * self._item]
 
 
 class _Hash:
-    """xxh3, and sha256 beside it when every byte is to be proven equal."""
+    """A running `_digest`: xxh3, and sha256 beside it when every byte is to be proven equal."""
 
     def __init__(self, verify: Verify) -> None:
         assert verify is not Verify.OFF, "no digest is taken when verify is off"
@@ -84,7 +86,7 @@ class PagesDigest:
                 running.update(span)
 
     def digest(self) -> bytes:
-        return _combine((running.digest() for _, running in self._pools), self._verify)
+        return _digest(b"".join(running.digest() for _, running in self._pools), self._verify)
 
 
 class Incoming:
@@ -151,26 +153,16 @@ def track_digest(reader: StateReader, slot: int, verify: Verify) -> bytes:
 
 
 def metadata_digest(payload: bytes, verify: Verify) -> bytes:
-    running = _Hash(verify)
-    running.update(payload)
-    return running.digest()
+    return _digest(payload, verify)
 
 
 def _slot_digest(reader: StateReader, kinds: tuple[StateKind, ...], slot: int, verify: Verify) -> bytes:
-    digests = []
-    for pool in reader.of(*kinds):
-        running = _Hash(verify)
-        for span in pool.spans([(slot, 1)]):
-            running.update(span)
-        digests.append(running.digest())
-    return _combine(digests, verify)
+    return _digest(b"".join(_digest(pool.item(slot), verify) for pool in reader.of(*kinds)), verify)
 
 
-def _combine(digests: Iterable[bytes], verify: Verify) -> bytes:
-    running = _Hash(verify)
-    for each in digests:
-        running.update(each)
-    return running.digest()
+def _digest(data: memoryview | bytes, verify: Verify) -> bytes:
+    quick = xxhash.xxh3_64_digest(data)
+    return quick + hashlib.sha256(data).digest() if verify is Verify.FULL else quick
 
 
 def _stretches(items: Iterable[int]) -> Iterator[Stretch]:
