@@ -159,8 +159,7 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
     Raises ConfigError.
     """
     engine, transfer, server = config.engine, config.transfer, config.server
-    if not Path(config.model.path).is_dir():
-        raise ConfigError(f"--model-path {config.model.path}: no such folder", param="model_path")
+    _check_model_folder(config.model.path)
     _positive("page_size", engine.page_size)
     _positive("max_total_tokens", engine.max_total_tokens)
     _positive("max_running_requests", engine.max_running_requests)
@@ -190,18 +189,34 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
         raise ConfigError(
             f"--transfer-protocol {transfer.protocol.value}: only with --transport mooncake", param="transfer_protocol"
         )
+    if transfer.device and transfer.protocol is not Protocol.RDMA:
+        raise ConfigError(
+            f"--transfer-device {transfer.device}: only with --transfer-protocol rdma", param="transfer_device"
+        )
     if transfer.cluster_key_file is not None and not Path(transfer.cluster_key_file).is_file():
         raise ConfigError(f"--cluster-key-file {transfer.cluster_key_file}: no such file", param="cluster_key_file")
     for name in ("bootstrap", "transfer", "first_token", "liveness"):
-        value = getattr(transfer, f"{name}_timeout_s")
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"--{name}-timeout {value}: a positive number of seconds", param=f"{name}_timeout")
+        _positive_seconds(f"{name}_timeout", getattr(transfer, f"{name}_timeout_s"))
+    _positive_seconds("upload_timeout", server.upload_timeout_s)
     _positive("max_body_bytes", server.max_body_bytes)
     _positive("fault_every", transfer.faults.every)
     for name, port in (("port", server.port), ("bootstrap_port", server.bootstrap_port)):
         if not 0 <= port <= 65535:
             raise ConfigError(f"--{name.replace('_', '-')} {port}: 0 to 65535", param=name)
     return config
+
+
+def _check_model_folder(path: str) -> None:
+    if not Path(path).is_dir():
+        raise ConfigError(f"--model-path {path}: no such folder", param="model_path")
+    for name in ("config.json", "tokenizer.json"):
+        if not (Path(path) / name).is_file():
+            raise ConfigError(f"--model-path {path}: no {name} in it", param="model_path")
+
+
+def _positive_seconds(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"--{name.replace('_', '-')} {value}: a positive number of seconds", param=name)
 
 
 def _positive(name: str, value: int) -> None:
