@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.errors import ConfigError
 from common.layout import MemoryRange, PoolLayout, PoolPlacement, StateKind, StateLayout
 from engine.model_config import HybridConfig, LayerKind
 
@@ -42,7 +43,8 @@ class StatePools:
         """allocate(nbytes): zeroed uint8 memory that outlives the pools, registered with a transport.
 
         None: plain memory. All pools lie in one allocation, each aligned to 64 bytes. They are not touched here: memory
-        that the system zeroes on first use costs nothing until a page or slot is used.
+        that the system zeroes on first use costs nothing until a page or slot is used. Raises ConfigError when the
+        memory cannot be had.
         """
         assert num_pages >= 2 and num_slots >= 2, "page 0 and slot 0 are reserved"
         self.config = config
@@ -55,8 +57,11 @@ class StatePools:
         conv_shape = (num_slots, num_mamba, config.conv_dim, config.conv_kernel - 1)
         ssm_shape = (num_slots, num_mamba, config.num_heads, config.head_dim, config.d_state)
         specs = ((kv_shape, dtype), (conv_shape, dtype), (ssm_shape, ssm_dtype))
-        total = sum(_padded_bytes(shape, item_dtype) for shape, item_dtype in specs) + ALIGNMENT_BYTES
-        self._memory = _take(total, allocate, device)
+        kv_bytes, conv_bytes, ssm_bytes = (_padded_bytes(shape, item_dtype) for shape, item_dtype in specs)
+        try:
+            self._memory = _take(kv_bytes + conv_bytes + ssm_bytes + ALIGNMENT_BYTES, allocate, device)
+        except (OSError, MemoryError, OverflowError, RuntimeError, ValueError) as error:  # mmap's, numpy's, torch's
+            raise _too_large(num_pages * page_size, kv_bytes, num_slots, conv_bytes + ssm_bytes, error) from error
         self.kv, self.conv, self.ssm = _carve(self._memory, specs)
 
     def layout(self) -> StateLayout:
@@ -127,6 +132,16 @@ class StatePools:
 def _padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     nbytes = math.prod(shape) * dtype.itemsize
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _too_large(num_tokens: int, kv_bytes: int, num_slots: int, state_bytes: int, error: Exception) -> ConfigError:
+    """Names the setting that asks for more."""
+    if kv_bytes >= state_bytes:
+        asked, nbytes, param = f"--max-total-tokens {num_tokens}", kv_bytes, "max_total_tokens"
+    else:
+        asked, nbytes, param = f"--max-mamba-cache-size {num_slots}", state_bytes, "max_mamba_cache_size"
+    reason = str(error).partition("\n")[0]
+    return ConfigError(f"{asked}: {nbytes:,} bytes cannot be had ({reason})", param=param)
 
 
 def _take(nbytes: int, allocate: Callable[[int], Tensor] | None, device: torch.device | str) -> Tensor:
