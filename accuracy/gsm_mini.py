@@ -13,6 +13,7 @@ The same seed gives the same problems on every machine and Python version: all c
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import random
 import re
@@ -1673,3 +1674,17 @@ _ALL: tuple[Scheme, ...] = (
 # fmt: on
 
 SCHEMES: Mapping[str, Scheme] = MappingProxyType({scheme.__name__: scheme for scheme in _ALL})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m accuracy.gsm_mini", description="Prints problems with answers.")
+    parser.add_argument("--count", type=int, default=3, help="how many (3)")
+    parser.add_argument("--seed", type=int, default=0, help="which ones (0)")
+    parser.add_argument("--shots", type=int, default=0, help="solved problems before each, as in a prompt (0)")
+    options = parser.parse_args()
+    for problem in problems("heldout", options.seed, options.count):
+        print("".join(map(shot, [*few_shot(count=options.shots), problem])), end="")
+
+
+if __name__ == "__main__":
+    main()
