@@ -1,5 +1,5 @@
 # Each verb first installs what is missing, into .venv. Settings: PORT, PYTHON, TORCH_INDEX (an extra package index for
-# torch, e.g. https://download.pytorch.org/whl/cpu).
+# torch; none: no extra one). When it is not set, Linux gets torch without CUDA if pytorch.org can be reached.
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -8,6 +8,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 PORT ?= 30000
 TORCH_INDEX ?=
+CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
@@ -19,6 +20,11 @@ help:
 	@echo "make check      format, lint and types;  make fmt: repair the first two"
 	@echo "make bench      every benchmark; results go to bench/results/"
 	@echo "make clean      remove caches and build outputs; .venv stays"
+	@echo
+	@echo "PORT=31000      where make serve listens"
+	@echo "PYTHON=...      the Python that .venv is made with, 3.11 or newer"
+	@echo "TORCH_INDEX=... where the first make finds torch: a package index, or none for PyPI alone (on Linux with CUDA);"
+	@echo "                by default $(CPU_TORCH_INDEX) where it can be reached"
 
 serve: $(INSTALLED)
 	@$(BIN)/tandem up --port $(PORT)
@@ -30,7 +36,7 @@ test-slow: $(INSTALLED)
 	@$(BIN)/pytest -m slow
 
 test-gpu: $(INSTALLED)
-	@$(BIN)/pytest -m gpu
+	@$(BIN)/pytest -m gpu || { status=$$?; [ $$status = 5 ] || exit $$status; echo "make: no test needs a GPU yet"; }
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
@@ -48,11 +54,28 @@ clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
+# Sets $$index. Where pip looks for wheels in a folder of this machine, nobody asks pytorch.org. SIGALRM ends a slow
+# look-up of the name, which urllib's time-out does not cover.
+define choose_torch_index
+index='$(TORCH_INDEX)'; \
+if [ -z "$$index" ] && [ "$$(uname)" = Linux ] && \
+		[ -z "$$($(BIN)/python -m pip config list | grep -E 'find-links|no-index')" ]; then \
+	index=$(CPU_TORCH_INDEX); \
+	probe="import signal, urllib.request as r; signal.alarm(5); r.urlopen('$$index/torch/', timeout=3)"; \
+	{ $(BIN)/python -c "$$probe"; } 2> /dev/null || { \
+		index=none; \
+		echo "make: no answer from $(CPU_TORCH_INDEX): torch comes from PyPI, with CUDA (several GB)"; \
+	}; \
+fi; \
+[ "$$index" != none ] || index=
+endef
+
 $(INSTALLED): pyproject.toml constraints-cpu.txt | system
 	@echo "Installing into .venv (a few minutes the first time)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --disable-pip-version-check \
-		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints-cpu.txt -e '.[cpu,dev]'
+	@$(choose_torch_index); \
+	$(BIN)/python -m pip install --disable-pip-version-check \
+		$${index:+--extra-index-url "$$index"} -c constraints-cpu.txt -e '.[cpu,dev]'
 	@touch $@
 
 # What pip cannot install: Python's venv, and libibverbs, without which Mooncake does not load. Root on Debian gets
