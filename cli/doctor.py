@@ -97,6 +97,8 @@ def check_port(port: int) -> Check:
 
 
 def check_model(folder: Path) -> Check:
+    if not folder.is_dir():
+        return Check("model", f"{folder}: no such folder", "give a Hugging Face model folder with --model-path")
     missing = [name for name in _MODEL_FILES if not (folder / name).is_file()]
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 import httpx
 
-from common.errors import ServingError, WorkerError
+from accuracy import gsm_mini
+from common.errors import ConfigError, ServingError, WorkerError
 
 _TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    text: str
+    """text: None to ask an example."""
+
+    text: str | None
     url: str
     max_new_tokens: int
     temperature: float
@@ -27,31 +32,72 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Print the answer as it comes. Raises ServingError with what the server said, WorkerError when none is there."""
-    body = request_body(options)
+    """Print the answer as it comes.
+
+    Raises ServingError with what the server said, WorkerError when none is there, ConfigError for what is no URL.
+    """
+    url = _checked(options.url)
+    if options.text is not None:
+        _ask(url, request_body(options, options.text))
+        return
+    problem = gsm_mini.problems("heldout", secrets.randbelow(1 << 31), 1)[0]
+    body = request_body(replace(options, question=True), problem.question)
+    _ask(url, body, f"Question: {problem.question}\nAnswer:")
+    click.echo(f"Expected: {problem.answer}")
+
+
+def _checked(url: str) -> str:
     try:
-        for piece in _pieces(options.url, body) if body["stream"] else [_whole(options.url, body)]:
-            click.echo(piece, nl=False)
+        httpx.URL(url)
+        parts = urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (httpx.InvalidURL, ValueError):
+        is_right = False
+    if not is_right:
+        raise ConfigError(f"--url {url}: a URL such as http://127.0.0.1:30000", param="url")
+    return url.rstrip("/")
+
+
+def _ask(url: str, body: dict[str, Any], before: str = "") -> None:
+    """before: printed once the answer begins to come."""
+    pieces = _pieces if body["stream"] else _whole
+    begun = False
+    try:
+        for piece in without_last_newlines(pieces(url, body)):
+            click.echo(piece if begun else before + piece, nl=False)
+            begun = True
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise WorkerError(f"{url}: {error}; is `tandem up` running there? (--url names another)") from error
     except httpx.HTTPError as error:
-        raise WorkerError(f"{options.url}: {error or type(error).__name__}; is `tandem up` running?") from error
-    click.echo()
+        raise WorkerError(f"{url}: {error or type(error).__name__}") from error
+    finally:
+        if begun:
+            click.echo()
 
 
-def request_body(options: Options) -> dict[str, Any]:
-    text, stop = options.text, list(options.stop)
+def without_last_newlines(pieces: Iterable[str]) -> Iterator[str]:
+    """The same text but for the line ends that it ends with: they are held back until more comes."""
+    held = ""
+    for piece in pieces:
+        text = held + piece
+        shown = text.rstrip("\n")
+        held = text[len(shown) :]
+        yield shown
+
+
+def request_body(options: Options, asked: str) -> dict[str, Any]:
+    text, stop = asked, list(options.stop)
     if options.question:
-        from accuracy import gsm_mini
-
-        problem = gsm_mini.Problem(scheme="asked", question=options.text, worked="", answer=0)
+        problem = gsm_mini.Problem(scheme="asked", question=asked, worked="", answer=0)
         text, stop = gsm_mini.prompt(problem, gsm_mini.few_shot()), stop + gsm_mini.STOP
     sampling = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "stop": stop}
     return {"text": text, "sampling_params": sampling, "stream": not options.no_stream}
 
 
-def _whole(url: str, body: dict[str, Any]) -> str:
+def _whole(url: str, body: dict[str, Any]) -> Iterator[str]:
     answer = httpx.post(f"{url}/generate", json=body, timeout=_TIMEOUT)
     _raise_for(answer.status_code, answer.text)
-    return str(answer.json()["text"])
+    yield str(answer.json()["text"])
 
 
 def _pieces(url: str, body: dict[str, Any]) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""The `tandem` command. A setting that cannot work prints one line and exits 2; anything else that fails exits 1."""
+"""The `tandem` command. A setting that cannot work prints one line and exits 2; anything else that fails exits 1.
+
+Ctrl-C exits 130, but for what serves until then: nodes, router and `up` exit 0.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ from cli.settings import BUNDLED_MODEL, LOG_LEVELS, node_config, node_options
 from common.config import Role, RouterConfig, WorkerAddress, check_node_config
 from common.errors import ConfigError, ServingError
 
+_INTERRUPTED = 128 + signal.SIGINT
+_PREFILL_USAGE = "--prefill takes a URL and the node's bootstrap port (1 to 65535)"
+
 parent_pid_option = click.option("--parent-pid", type=int, hidden=True, help="End when this process, our parent, ends")
 
 
@@ -26,10 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _fail(error.message, 2 if isinstance(error, ConfigError) else 1)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
+    except click.BadOptionUsage as error:
+        _fail(_PREFILL_USAGE if error.option_name == "--prefill" else error.format_message(), error.exit_code)
     except click.ClickException as error:
         _fail(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        sys.exit(0)
+        sys.exit(_INTERRUPTED)
     sys.exit(0)
 
 
@@ -46,7 +54,7 @@ def tandem() -> None:
 
 def _node_command(role: Role, about: str) -> None:
     @tandem.command(role.value, help=about)
-    @node_options
+    @node_options(role)
     @parent_pid_option
     def command(parent_pid: int | None, **values: Any) -> None:
         config = check_node_config(node_config(role, values))
@@ -61,12 +69,19 @@ _node_command(Role.DECODE, "A decode node: takes the state of prompts and makes 
 _node_command(Role.UNIFIED, "A node that does both: the reference for everything else.")
 
 
+def _bootstrap_port(value: str) -> int:
+    """The second value of the router's --prefill. Raises ConfigError."""
+    if value.isdecimal() and 0 < int(value) < 65536:
+        return int(value)
+    raise ConfigError(f"{_PREFILL_USAGE}, not {value}", param="prefill")
+
+
 @tandem.command()
 @click.option("--host", default=RouterConfig().host, show_default=True, help="Address to listen on")
 @click.option("--port", type=int, default=RouterConfig().port, show_default=True, help="Port to listen on")
 @click.option(
     "--prefill",
-    type=(str, int),
+    type=(str, _bootstrap_port),
     multiple=True,
     metavar="URL BOOTSTRAP_PORT",
     help="A prefill worker; may be given several times",
@@ -75,6 +90,8 @@ _node_command(Role.UNIFIED, "A node that does both: the reference for everything
 @click.option("--health-interval", type=float, default=1.0, show_default=True, help="Seconds between two checks")
 @click.option("--connect-timeout", type=float, default=2.0, show_default=True, help="Seconds to open a connection")
 @click.option("--idle-timeout", type=float, default=300.0, show_default=True, help="Seconds between two bytes")
+@click.option("--liveness-timeout", type=float, default=5.0, show_default=True, help="Seconds of a worker's silence")
+@click.option("--upload-timeout", type=float, default=60.0, show_default=True, help="Seconds for the body of a request")
 @click.option("--max-body-bytes", type=int, default=RouterConfig().max_body_bytes, show_default=True)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 @click.option("--pd-disaggregation", is_flag=True, hidden=True, help="Always so; accepted for SGLang's command lines")
@@ -85,6 +102,8 @@ def router(
     health_interval: float,
     connect_timeout: float,
     idle_timeout: float,
+    liveness_timeout: float,
+    upload_timeout: float,
     log_level: str,
     pd_disaggregation: bool,
     parent_pid: int | None,
@@ -100,12 +119,15 @@ def router(
         health_interval_s=health_interval,
         connect_timeout_s=connect_timeout,
         idle_timeout_s=idle_timeout,
+        liveness_timeout_s=liveness_timeout,
+        upload_timeout_s=upload_timeout,
         log_level=log_level,
         **values,
     )
     configure_logging(log_level, "router")
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGTERM, _exit_quietly)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit_quietly)
     serve(config)
 
 
@@ -117,7 +139,7 @@ def _exit_quietly(*_: object) -> None:
 
 @tandem.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the router")
-@click.option("--port", type=int, default=30000, show_default=True, help="Port of the router")
+@click.option("--port", type=int, default=30000, show_default=True, help="Port of the router; 0: a free one")
 @click.option("--model-path", default=str(BUNDLED_MODEL), show_default="the bundled tandem-mini")
 @click.option("--transport", type=click.Choice(["mooncake", "loopback"]), default="mooncake", show_default=True)
 @click.option("--threads", type=int, default=None, help="torch threads of each node; half of the cores by default")
@@ -132,23 +154,37 @@ def up(**values: Any) -> None:
 
 
 @tandem.command()
-@click.argument("text")
+@click.argument("text", required=False)
 @click.option("--url", default="http://127.0.0.1:30000", show_default=True, help="Router or node")
 @click.option("--max-new-tokens", type=int, default=200, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True)
 @click.option("--stop", multiple=True, help="Stop string; may be given several times")
-@click.option("--question", is_flag=True, help="TEXT is a word problem: put it as tandem-mini was taught")
+@click.option(
+    "--question",
+    is_flag=True,
+    help="TEXT is a word problem, put it as tandem-mini was taught (`python -m accuracy.gsm_mini` prints some)",
+)
+@click.option("--example", is_flag=True, help="In place of TEXT: a word problem, another one each time")
 @click.option("--no-stream", is_flag=True, help="Print the answer when it is complete")
-def generate(**values: Any) -> None:
+def generate(example: bool, **values: Any) -> None:
     """Continue TEXT, printing tokens as they come."""
     from cli.generate import Options, run
 
+    if (values["text"] is None) != example:
+        raise click.UsageError("give either TEXT or --example")
     run(Options(**values))
 
 
 @tandem.command()
 @click.option("--model-path", default=str(BUNDLED_MODEL), show_default="the bundled tandem-mini")
-@click.option("--port", type=int, multiple=True, default=(30000, 8998), show_default=True, help="Ports to try")
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    multiple=True,
+    default=(30000, 8998),
+    show_default=True,
+    help="Ports to try",
+)
 def doctor(model_path: str, port: tuple[int, ...]) -> None:
     """Check what serving needs of this machine. Exits 1 when something is missing."""
     from cli.doctor import run
@@ -156,16 +192,18 @@ def doctor(model_path: str, port: tuple[int, ...]) -> None:
     sys.exit(run(model_path, port))
 
 
-@tandem.command(context_settings={"ignore_unknown_options": True})
+@tandem.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("name", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--all", "run_all", is_flag=True, help="Run every benchmark")
+@click.option("--all", "run_all", is_flag=True, help="Run every benchmark, with ARGUMENTS")
 def bench(name: str | None, arguments: tuple[str, ...], run_all: bool) -> None:
-    """List the benchmarks, or run the one called NAME with ARGUMENTS."""
+    """List the benchmarks, or run the one called NAME with ARGUMENTS (--help: its own)."""
     from cli.bench import list_scripts, run_scripts
 
     if name is None and not run_all:
         list_scripts()
+    elif run_all and name is not None:
+        sys.exit(run_scripts(None, (name, *arguments)))
     else:
         sys.exit(run_scripts(name, arguments))
 

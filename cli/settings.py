@@ -41,20 +41,21 @@ _DEFAULTS: dict[str, msgspec.Struct] = {
 @dataclass(frozen=True, slots=True)
 class Setting:
     """section, field: what it fills. flags: its names, the first one is shown in errors. kind: int, float, str, an enum
-    or a tuple of words."""
+    or a tuple of words. roles: the nodes whose help shows it; the others take it too, so that one set of options can
+    be given to all."""
 
     section: str
     field: str
     flags: tuple[str, ...]
     kind: Any
     help: str
-    hidden: bool = False
+    roles: tuple[Role, ...] = tuple(Role)
 
     @property
     def name(self) -> str:
         return f"{self.section}__{self.field}"
 
-    def option(self) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def option(self, role: Role) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         default = _default(self)
         return click.option(
             *self.flags,
@@ -62,7 +63,7 @@ class Setting:
             type=_click_type(self.kind),
             default=default,
             show_default=default not in (None, ""),
-            hidden=self.hidden,
+            hidden=role not in self.roles,
             help=self.help,
             is_flag=self.kind is bool,
         )
@@ -81,6 +82,7 @@ def _click_type(kind: Any) -> Any:
     return kind
 
 
+_PREFILL, _DECODES, _PAIR = (Role.PREFILL,), (Role.DECODE, Role.UNIFIED), (Role.PREFILL, Role.DECODE)
 _PARTS = ("kv", "conv", "ssm", "track", "metadata")
 
 NODE_SETTINGS = (
@@ -91,20 +93,24 @@ NODE_SETTINGS = (
     Setting("model", "device", ("--device",), str, "torch device of the rank"),
     Setting("server", "host", ("--host",), str, "Address to listen on"),
     Setting("server", "port", ("--port",), int, "Port to listen on"),
-    Setting("server", "bootstrap_host", ("--bootstrap-host",), str, "Address where a prefill node opens rooms"),
+    Setting("server", "bootstrap_host", ("--bootstrap-host",), str, "Address where it opens rooms", _PREFILL),
     Setting(
         "server",
         "bootstrap_port",
         ("--disaggregation-bootstrap-port", "--bootstrap-port"),
         int,
-        "Port where a prefill node opens rooms",
+        "Port where it opens rooms",
+        _PREFILL,
     ),
     Setting("server", "max_body_bytes", ("--max-body-bytes",), int, "Largest request body"),
+    Setting("server", "upload_timeout_s", ("--upload-timeout",), float, "Seconds for the whole body of a request"),
     Setting("server", "log_level", ("--log-level",), LOG_LEVELS, "Least severe level that is logged"),
     Setting("engine", "page_size", ("--page-size",), int, "Tokens in a KV page"),
     Setting("engine", "max_total_tokens", ("--max-total-tokens",), int, "Tokens that all KV pages hold"),
     Setting("engine", "max_state_slots", ("--max-mamba-cache-size",), int, "State slots; slot 0 is reserved"),
-    Setting("engine", "max_running_requests", ("--max-running-requests",), int, "Sequences decoded at once"),
+    Setting(
+        "engine", "max_running_requests", ("--max-running-requests",), int, "Sequences computed at once; others wait"
+    ),
     Setting(
         "engine",
         "chunked_prefill_size",
@@ -119,45 +125,70 @@ NODE_SETTINGS = (
         ("no_buffer", "extra_buffer"),
         "Which states are saved for prefix caching",
     ),
-    Setting("engine", "mamba_track_interval", ("--mamba-track-interval",), int, "Tokens between states decode saves"),
+    Setting(
+        "engine",
+        "mamba_track_interval",
+        ("--mamba-track-interval",),
+        int,
+        "Tokens between states decode saves",
+        _DECODES,
+    ),
     Setting("engine", "disable_radix_cache", ("--disable-radix-cache",), bool, "Keep no prefixes"),
     Setting("engine", "disable_overlap_schedule", ("--disable-overlap-schedule",), bool, "Plan a step after the last"),
-    Setting("engine", "enable_mixed_chunk", ("--enable-mixed-chunk",), bool, "Prefill and decode rows in one step"),
+    Setting(
+        "engine", "enable_mixed_chunk", ("--enable-mixed-chunk",), bool, "Prefill and decode rows in one step", _DECODES
+    ),
     Setting(
         "engine",
         "local_prefill_max_tokens",
         ("--local-prefill-max-tokens",),
         int,
         "Prompt tokens a decode node computes itself when it holds the rest",
+        (Role.DECODE,),
     ),
     Setting("engine", "context_length", ("--context-length",), int, "Longest sequence; the model's own by default"),
     Setting("engine", "threads", ("--threads",), int, "torch threads of the rank"),
-    Setting("transfer", "transport", ("--transport",), TransportName, "What carries the state between nodes"),
-    Setting("transfer", "protocol", ("--transfer-protocol",), Protocol, "What Mooncake uses"),
+    Setting("transfer", "transport", ("--transport",), TransportName, "What carries the state between nodes", _PAIR),
+    Setting("transfer", "protocol", ("--transfer-protocol",), Protocol, "What Mooncake uses", _PAIR),
     Setting(
-        "transfer", "device", ("--transfer-device", "--disaggregation-ib-device"), str, "RDMA devices, comma separated"
+        "transfer",
+        "device",
+        ("--transfer-device", "--disaggregation-ib-device"),
+        str,
+        "RDMA devices, comma separated; with --transfer-protocol rdma",
+        _PAIR,
     ),
-    Setting("transfer", "host", ("--transfer-host",), str, "Address that peers reach this node's memory at"),
-    Setting("transfer", "verify", ("--verify",), Verify, "How decode checks what arrived"),
-    Setting("transfer", "cluster_key_file", ("--cluster-key-file",), str, "Shared secret; none: loopback peers only"),
-    Setting("transfer", "bootstrap_timeout_s", ("--bootstrap-timeout",), float, "Seconds until both legs have met"),
-    Setting("transfer", "transfer_timeout_s", ("--transfer-timeout",), float, "Seconds for a hand-off's writes"),
+    Setting("transfer", "host", ("--transfer-host",), str, "Address that peers reach this node's memory at", _PAIR),
+    Setting("transfer", "verify", ("--verify",), Verify, "How decode checks what arrived", _PAIR),
+    Setting(
+        "transfer", "cluster_key_file", ("--cluster-key-file",), str, "Shared secret; none: loopback peers only", _PAIR
+    ),
+    Setting(
+        "transfer", "bootstrap_timeout_s", ("--bootstrap-timeout",), float, "Seconds until both legs have met", _PAIR
+    ),
+    Setting("transfer", "transfer_timeout_s", ("--transfer-timeout",), float, "Seconds for a hand-off's writes", _PAIR),
     Setting("transfer", "first_token_timeout_s", ("--first-token-timeout",), float, "Seconds until the first token"),
-    Setting("transfer", "liveness_timeout_s", ("--liveness-timeout",), float, "Seconds of silence of a dead peer"),
-    Setting("faults", "flip", ("--fault-flip",), _PARTS, "Tests: flip a byte of this part", hidden=True),
-    Setting("faults", "zero", ("--fault-zero",), _PARTS, "Tests: write zeros in place of this part", hidden=True),
-    Setting("faults", "drop", ("--fault-drop",), _PARTS, "Tests: do not write this part", hidden=True),
-    Setting("faults", "every", ("--fault-every",), int, "Tests: only in every n-th room", hidden=True),
-    Setting("faults", "delay_s", ("--fault-delay",), float, "Tests: seconds before each write", hidden=True),
-    Setting("faults", "bandwidth_bytes_s", ("--fault-bandwidth",), float, "Tests: bytes a second", hidden=True),
+    Setting(
+        "transfer", "liveness_timeout_s", ("--liveness-timeout",), float, "Seconds of silence of a dead rank or peer"
+    ),
+    Setting("faults", "flip", ("--fault-flip",), _PARTS, "Tests: flip a byte of this part", roles=()),
+    Setting("faults", "zero", ("--fault-zero",), _PARTS, "Tests: write zeros in place of this part", roles=()),
+    Setting("faults", "drop", ("--fault-drop",), _PARTS, "Tests: do not write this part", roles=()),
+    Setting("faults", "every", ("--fault-every",), int, "Tests: only in every n-th room", roles=()),
+    Setting("faults", "delay_s", ("--fault-delay",), float, "Tests: seconds before each write", roles=()),
+    Setting("faults", "bandwidth_bytes_s", ("--fault-bandwidth",), float, "Tests: bytes a second", roles=()),
 )
 
 
-def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def node_options(role: Role) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command every option of a node; it gets them as keywords for `node_config`."""
-    for setting in reversed(NODE_SETTINGS):
-        command = setting.option()(command)
-    return command
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for setting in reversed(NODE_SETTINGS):
+            command = setting.option(role)(command)
+        return command
+
+    return add
 
 
 def node_config(role: Role, values: dict[str, Any]) -> NodeConfig:

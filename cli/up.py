@@ -6,15 +6,18 @@ ports ──► start three processes ──► all healthy ──► ask, print
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,11 +25,13 @@ import httpx
 
 from accuracy import gsm_mini
 from cli.children import ChildPlan, Children
+from common.config import EngineConfig, ModelConfig, NodeConfig, Role, TransferConfig, TransportName, check_node_config
 from common.errors import ConfigError, WorkerError
 
 _ASK_TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 _MAX_NEW_TOKENS = 200
 _QUESTION_SEED = 2024
+_ANY = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # addresses of all of this machine, and one of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +47,33 @@ class Options:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        """Of the router, as this machine reaches it."""
+        host = _ANY.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def node_threads(self) -> int:
+        return max(1, (os.cpu_count() or 1) // 2) if self.threads is None else self.threads
 
 
 def up(options: Options) -> int:
-    """The exit status. Raises ConfigError when the port is taken, before anything is started."""
-    check_port_is_free(options.host, options.port)
+    """The exit status. Raises ConfigError for what cannot work, before anything is started."""
+    check_nodes(options)
+    options = replace(options, port=free_port(options.host, options.port))
     return run(options, plan_children(options), Children(say))
+
+
+def check_nodes(options: Options) -> None:
+    """Raises ConfigError as the nodes would."""
+    for role in (Role.PREFILL, Role.DECODE):
+        check_node_config(
+            NodeConfig(
+                role=role,
+                model=ModelConfig(path=options.model_path),
+                engine=EngineConfig(threads=options.node_threads),
+                transfer=TransferConfig(transport=TransportName(options.transport)),
+            )
+        )
 
 
 def say(line: str) -> None:
@@ -80,6 +105,8 @@ def _serve(options: Options, plans: Sequence[ChildPlan], children: Children) -> 
     answered = ask_first_question(options.url)
     if options.once:
         return 0 if answered else 1
+    if answered:
+        click.echo(how_to_ask(options.url))
     say(f"serving on {options.url} until Ctrl-C")
     children.watch()
     return 0
@@ -92,9 +119,9 @@ def plan_children(options: Options) -> list[ChildPlan]:
     """Nodes first: the router is stopped first."""
     prefill_port, bootstrap_port, decode_port = free_ports(3)
     tandem = (sys.executable, "-m", "cli.main")
-    threads = options.threads or max(1, (os.cpu_count() or 1) // 2)
     log_level = ("--log-level", options.log_level)
-    node = ("--model-path", options.model_path, "--transport", options.transport, "--threads", str(threads), *log_level)
+    node = ("--model-path", options.model_path, "--transport", options.transport, *log_level)
+    node += ("--threads", str(options.node_threads))
     prefill_url, decode_url = f"http://127.0.0.1:{prefill_port}", f"http://127.0.0.1:{decode_port}"
     prefill = ("prefill", *node, "--port", str(prefill_port), "--bootstrap-port", str(bootstrap_port))
     decode = ("decode", *node, "--port", str(decode_port))
@@ -114,13 +141,30 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def check_port_is_free(host: str, port: int) -> None:
-    """Raises ConfigError naming the port."""
+def free_port(host: str, port: int) -> int:
+    """The port, when nobody listens there; one that is free when it is 0. Raises ConfigError naming what is wrong."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port}: 0 to 65535", param="port")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--port {port}: cannot listen on {host}:{port} ({reason})", param="port") from error
+        with socket.create_server((host, port), family=family) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    except UnicodeError as error:
+        raise ConfigError(f"--host {host}: not a host name", param="host") from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    match error.errno:
+        case errno.EADDRINUSE:
+            advice = "choose another with --port, or make serve PORT=..."
+            return ConfigError(f"--port {port}: in use on {host}; {advice}", code="port_in_use", param="port")
+        case errno.EACCES:
+            return ConfigError(f"--port {port}: this user may not listen there", param="port")
+        case number:
+            reason = os.strerror(number) if number is not None and number > 0 else error.strerror
+            return ConfigError(f"--host {host}: cannot listen there ({reason})", param="host")
 
 
 @contextlib.contextmanager
@@ -149,7 +193,7 @@ def _signals_ignored() -> Iterator[None]:
 
 def ask_first_question(url: str) -> bool:
     """Ask a held-out question and print everything about it. False when there was no answer."""
-    problem = gsm_mini.problems("heldout", _QUESTION_SEED, 1)[0]
+    problem = _first_problem()
     body = _request(gsm_mini.prompt(problem, gsm_mini.few_shot()))
     begin = time.monotonic()
     try:
@@ -161,13 +205,30 @@ def ask_first_question(url: str) -> bool:
         return False
     for line in report(problem, found, time.monotonic() - begin):
         click.echo(line)
-    click.echo(f"\nAsk it yourself:\n\n{curl_line(url, problem)}\n")
+    click.echo()
     return True
 
 
 def _request(text: str) -> dict[str, Any]:
     sampling = {"temperature": 0, "max_new_tokens": _MAX_NEW_TOKENS, "stop": gsm_mini.STOP}
     return {"text": text, "sampling_params": sampling}
+
+
+def _first_problem() -> gsm_mini.Problem:
+    return gsm_mini.problems("heldout", _QUESTION_SEED, 1)[0]
+
+
+def how_to_ask(url: str) -> str:
+    more = f"{_tandem()} generate --url {url} --example"
+    return f"Ask it yourself:\n\n{curl_line(url, _first_problem())}\n\nAsk it something else:\n\n{more}\n"
+
+
+def _tandem() -> str:
+    """How a shell finds this command: where make has installed it, it is not on the path."""
+    if shutil.which("tandem"):
+        return "tandem"
+    script, here = Path(sys.executable).with_name("tandem"), Path.cwd()
+    return shlex.quote(str(script.relative_to(here) if script.is_relative_to(here) else script))
 
 
 def curl_line(url: str, problem: gsm_mini.Problem) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
@@ -11,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cli import bench, doctor
-from cli.generate import Options, request_body, run
+from cli.generate import Options, request_body, run, without_last_newlines
 from cli.main import main
 from common.errors import ConfigError, ServingError, WorkerError
 from tests.cli.fake_node import Handler
@@ -28,7 +32,7 @@ def url() -> Iterator[str]:
     thread.join()
 
 
-def options(text: str, url: str = "", *, no_stream: bool = False, question: bool = False) -> Options:
+def options(text: str | None, url: str = "", *, no_stream: bool = False, question: bool = False) -> Options:
     return Options(
         text=text,
         url=url,
@@ -45,6 +49,39 @@ def test_generate_prints_what_comes(url: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "one two three\n"
     run(options("hi", url, no_stream=True))
     assert capsys.readouterr().out.endswith("#### 42\n")
+    run(options("hi", f"{url}/"))
+    assert capsys.readouterr().out == "one two three\n"
+
+
+def test_an_answer_ends_with_one_line_end() -> None:
+    assert "".join(without_last_newlines(["a\n", "\n", "b", "\n\n", "\n"])) == "a\n\nb"
+
+
+def test_generate_can_ask_an_example(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(options(None, url))
+    out = capsys.readouterr().out
+    assert re.fullmatch(r"Question: .+\?\nAnswer:one two three\nExpected: \d+\n", out)
+    with pytest.raises(WorkerError):
+        run(options(None, "http://127.0.0.1:1"))
+    assert capsys.readouterr().out == ""
+
+
+def test_ctrl_c_while_an_answer_comes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        command = [sys.executable, "-m", "cli.main", "generate", "hi", "--url", address]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as asking:
+            mute.settimeout(20)
+            try:
+                connection, _ = mute.accept()
+                connection.recv(1)
+                asking.send_signal(signal.SIGINT)
+                _, said = asking.communicate(timeout=20)
+                connection.close()
+            finally:
+                asking.kill()
+    assert asking.returncode == 130
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(
@@ -61,7 +98,7 @@ def test_generate_says_what_went_wrong(url: str, text: str, no_stream: bool, sai
 
 
 def test_generate_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(WorkerError, match="tandem up"):
+    with pytest.raises(WorkerError, match=r"is `tandem up` running there\? \(--url names another\)"):
         run(options("hi", "http://127.0.0.1:1"))
     with pytest.raises(SystemExit, match="1"):
         main(["generate", "hi", "--url", "http://127.0.0.1:1"])
@@ -69,7 +106,7 @@ def test_generate_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_generate_can_put_a_question_as_the_bundled_model_knows_it() -> None:
-    body = request_body(options("How many?", question=True))
+    body = request_body(options(None, question=True), "How many?")
     assert body["text"].endswith("Question: How many?\nAnswer:")
     assert body["text"].count("Question: ") == 6
     assert body["sampling_params"]["stop"][:2] == ["x", "Question"]
@@ -94,6 +131,7 @@ def test_doctor_finds_problems(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert f"problem  port {port}: " in out
     assert "no tokenizer.json, *.safetensors" in out
     assert "-> " in out
+    assert doctor.check_model(tmp_path / "nowhere").found == f"{tmp_path}/nowhere: no such folder"
     assert doctor.check_python((3, 10)).fix is not None
     assert doctor.check_python((3, 11)).fix is None
 
@@ -112,3 +150,20 @@ def test_bench_lists_and_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path)
     assert capfd.readouterr().out == "ran ['--quick']\nran []\n"
     with pytest.raises(ConfigError, match="other"):
         bench.run_scripts("other", [], folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ran"),
+    [
+        ("serving --help", ("serving", ("--help",))),
+        ("serving --all x", ("serving", ("--all", "x"))),
+        ("--all --quick", (None, ("--quick",))),
+        ("--all", (None, ())),
+    ],
+)
+def test_bench_hands_on_what_comes_after_the_name(monkeypatch: pytest.MonkeyPatch, arguments: str, ran: object) -> None:
+    runs: list[object] = []
+    monkeypatch.setattr(bench, "run_scripts", lambda *given: runs.append(given))
+    with pytest.raises(SystemExit):
+        main(["bench", *arguments.split()])
+    assert runs == [ran]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from accuracy.gsm_mini import Problem
-from cli.up import curl_line, free_ports, report
+from cli.up import Options, curl_line, free_port, free_ports, report
 from tests.cli.fake_node import ANSWER
 
 FAKE_UP = Path(__file__).with_name("fake_up.py")
@@ -27,8 +27,8 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPO)}
 class Up:
     """A running `up`. output: everything it has said so far. seen: every process below it that a test has looked at."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        self.process, self._log = process, log
+    def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
+        self.process, self.port, self._log = process, port, log
         self.seen: list[psutil.Process] = []
 
     @property
@@ -53,10 +53,11 @@ class Up:
 @contextmanager
 def start_up(tmp_path: Path, *flags: str) -> Iterator[Up]:
     log = tmp_path / "up.log"
-    command = [sys.executable, str(FAKE_UP), str(free_ports(1)[0]), *flags]
+    port = free_ports(1)[0]
+    command = [sys.executable, str(FAKE_UP), str(port), *flags]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
-    up = Up(process, log)
+    up = Up(process, port, log)
     try:
         yield up
     finally:
@@ -84,7 +85,9 @@ def test_asks_prints_serves_and_stops(tmp_path: Path, number: signal.Signals) ->
         up.process.send_signal(number)
         assert up.wait() == 0
         assert_gone(family)
-        for words in ("router: ready", "Question: ", "6*7 = <<6*7=42>>42", "Expected: ", "curl -s http://", "stopped"):
+        more = f"tandem generate --url http://127.0.0.1:{up.port} --example"
+        curl = f"curl -s http://127.0.0.1:{up.port}/generate"
+        for words in ("router: ready", "Question: ", "6*7 = <<6*7=42>>42", "Expected: ", curl, more, "stopped"):
             assert words in up.output
         assert "queue 1.0 ms  prefill 20.0 ms  transfer 3.0 ms  decode 500.0 ms  (4 tokens/s)" in up.output
         assert "kv 1,024  conv 20  ssm 3,000  track 0" in up.output
@@ -94,6 +97,7 @@ def test_once_ends_by_itself(tmp_path: Path) -> None:
     with start_up(tmp_path, "--once") as up:
         assert up.wait() == 0
         assert "Expected: " in up.output
+        assert "curl" not in up.output
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -150,8 +154,38 @@ def test_a_port_that_is_taken_is_found_before_anything_starts() -> None:
         command = [sys.executable, "-m", "cli.main", "up", "--port", port]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=ENVIRONMENT)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"tandem: error: --port {port}: cannot listen")
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"tandem: error: --port {port}: in use on 127.0.0.1; ")
+    assert "make serve PORT=" in done.stderr
+    assert done.stderr.count("\n") == done.stderr.count("127.0.0.1") == 1
+
+
+def test_port_0_is_any_free_one() -> None:
+    port = free_port("127.0.0.1", 0)
+    assert 0 < port < 65536
+    assert free_port("127.0.0.1", port) == port
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:5"),
+        ("0.0.0.0", "http://127.0.0.1:5"),
+        ("::", "http://[::1]:5"),
+        ("::1", "http://[::1]:5"),
+    ],
+)
+def test_the_url_reaches_the_router(host: str, url: str) -> None:
+    options = Options(
+        host=host,
+        port=5,
+        model_path="none",
+        transport="loopback",
+        threads=None,
+        start_timeout=1.0,
+        log_level="warning",
+        once=True,
+    )
+    assert options.url == url
 
 
 PROBLEM = Problem(scheme="s", question="Tom's six bags hold 7 eggs each. How many?", worked="", answer=41)
