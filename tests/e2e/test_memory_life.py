@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from common.config import EngineConfig
+from common.sampling import SamplingParams
 from tests.e2e.test_state_tracking import save_model
 from tests.support.ranks import (
     PLAIN,
@@ -97,8 +98,15 @@ class Life:
             check_integrity(role)
 
     def submit(self, prompt: list[int]) -> None:
+        """Some answers end at a stop token, which is seen when the next step is on its way."""
         if len(self.unfinished()) < 8:
-            request = Request(prompt=prompt, max_new_tokens=self.rng.choice([1, 2, 5, 9, 17, 33]))
+            sampling = SamplingParams(
+                temperature=0.0,
+                max_new_tokens=self.rng.choice([1, 2, 5, 9, 17, 33]),
+                ignore_eos=True,
+                stop_token_ids=tuple(self.tokens(self.rng.choice([0, 0, 10]))),
+            )
+            request = Request(prompt=prompt, sampling=sampling)
             self.asked.append((request, self.ranks.submit(request)))
 
     def arrive(self) -> None:
@@ -214,3 +222,40 @@ def test_twenty_thousand_random_operations_leak_nothing_and_change_no_answer(
 ) -> None:
     for seed in range(100, 140):
         live(make, when, model, cold, 500, seed)
+
+
+# -- how many slots a request owns ---------------------------------------------------------------------------------
+
+
+@EACH_WAY
+@pytest.mark.parametrize("when", ["plain", "late"])
+def test_a_running_request_owns_little_more_than_one_slot(when: str, make: Make, model: Path) -> None:
+    """Over all steps in which eight requests decode; a second slot is owned for the one step that crosses an interval.
+
+    Deterministic: it counts. A slot that the cache holds can be had back, and is not counted.
+    """
+    interval = 32
+    settings = EngineConfig(
+        max_total_tokens=4096,
+        max_state_slots=40,
+        mamba_track_interval=interval,
+        disable_overlap_schedule=when == "plain",
+    )
+    with make(model=model, engine=settings) as ranks:
+        if when == "late":
+            run_late(ranks)
+        rng = random.Random(1)
+        requests = [
+            Request(prompt=[rng.randrange(3, 97) for _ in range(9 + 5 * i)], max_new_tokens=100) for i in range(8)
+        ]
+        outcomes = [ranks.submit(request) for request in requests]
+        scheduler = ranks.roles[-1].host.scheduler  # type: ignore[attr-defined]
+        slots, owned = scheduler.memory.slots, []
+        ranks.run_until(lambda: len(scheduler.running) == len(requests))
+        while len(scheduler.running) == len(requests):
+            owned.append(slots.num_usable - slots.num_free - scheduler.memory.cache.num_cached_slots)
+            ranks.step()
+        ranks.run_until(lambda: all(outcome.ended for outcome in outcomes))
+    checkpoints = scheduler.memory.counters.checkpoints
+    assert len(owned) > 2 * interval and checkpoints >= 3 * len(requests)
+    assert 1 <= sum(owned) / len(owned) / len(requests) <= 1.15
