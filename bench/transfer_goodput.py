@@ -173,6 +173,7 @@ def raw(
 
 def metadata(room: int) -> HandoffMetadata:
     return HandoffMetadata(
+        prompt_digest=b"",
         room=room,
         rid="r",
         num_prompt_tokens=PROMPT_TOKENS,
