@@ -232,10 +232,11 @@ async def test_an_id_that_is_being_ended_is_waited_for(pair: tuple[RankClient, S
 # -- silence ---------------------------------------------------------------------------------------
 
 LIVENESS_S = 0.4
+NOBODY = 10**8  # no process has it
 
 
 @asynccontextmanager
-async def watched(pid: int = 1234) -> AsyncIterator[tuple[RankClient, SocketRank]]:
+async def watched(pid: int = NOBODY) -> AsyncIterator[tuple[RankClient, SocketRank]]:
     """A client with a short patience and a rank that is ready and answers only when the test does."""
     with ipc_directory() as ipc_dir:
         client = RankClient(ipc_dir, silence_timeout_s=30.0, liveness_timeout_s=LIVENESS_S)
@@ -243,10 +244,12 @@ async def watched(pid: int = 1234) -> AsyncIterator[tuple[RankClient, SocketRank
         rank = SocketRank(ipc_dir, 0)
         client.add_rank(0, pid)
         rank.send(ready(pid))
-        await client.wait_ready()
-        yield client, rank
-        client.close()
-        rank.context.destroy(linger=0)
+        try:
+            await client.wait_ready()
+            yield client, rank
+        finally:
+            client.close()
+            rank.context.destroy(linger=0)
 
 
 async def until(condition: Callable[[], bool], within_s: float = 3.0) -> None:

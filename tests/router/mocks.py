@@ -32,6 +32,8 @@ class MockWorker:
         self.fingerprint: str | None = "f0"
         self.healthy = True
         self.stopped = False  # as by SIGSTOP: connections open, nothing is answered
+        self.checks = 0
+        self.checks_to_miss = 0
         self.abort_delay_s = 0.0
         self.script: Callable[[MockWorker, web.Request, dict[str, Any]], Awaitable[web.StreamResponse]] = answer_at_once
         self.bodies: list[dict[str, Any]] = []
@@ -81,8 +83,10 @@ class MockWorker:
         return web.json_response({"success": True})
 
     async def _health(self, _: web.Request) -> web.Response:
-        if self.stopped:
+        if self.stopped or self.checks_to_miss > 0:
+            self.checks_to_miss -= 1
             await asyncio.Event().wait()
+        self.checks += 1
         return web.json_response({}, status=200 if self.healthy else 503)
 
     async def _server_info(self, _: web.Request) -> web.Response:

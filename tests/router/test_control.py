@@ -267,20 +267,30 @@ async def test_requests_of_a_worker_that_stops_answering_are_given_up(
         assert (await router.generate()).status_code == 200
 
 
+async def test_a_worker_that_missed_a_check_is_asked_again_at_once(prefill: MockWorker, decode: MockWorker) -> None:
+    async with run_router(config_of([prefill], [decode], health_interval_s=60.0, liveness_timeout_s=0.4)) as router:
+        await router.until_alive()
+        worker = router.state.workers.decode[0]
+        decode.stopped = True
+        worker.check_now.set()
+        await router.until(lambda: not worker.alive)
+
+
 async def test_one_late_answer_to_a_check_ends_nothing(prefill: MockWorker, decode: MockWorker) -> None:
-    async with run_router(config_of([prefill], [decode], liveness_timeout_s=0.6)) as router:
+    async with run_router(config_of([prefill], [decode], liveness_timeout_s=2.0)) as router:
         await router.until_alive()
         worker = router.state.workers.decode[0]
         decode.script = never
         request = asyncio.create_task(router.generate())
         await router.until(lambda: len(decode.bodies) == 1)
-        decode.stopped = True
-        await router.until(lambda: worker.unanswered == 1)
-        decode.stopped = False
-        await router.until(lambda: worker.unanswered == 0)
+        decode.checks_to_miss = 1
+        await router.until(lambda: decode.checks_to_miss == 0)
+        answered = decode.checks
+        await router.until(lambda: decode.checks > answered + 1)
         assert worker.alive
         assert not request.done()
         request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
 
 
 ADDRESS = WorkerAddress(url="http://h:1", bootstrap_port=1)
