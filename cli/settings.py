@@ -134,7 +134,13 @@ NODE_SETTINGS = (
         _DECODES,
     ),
     Setting("engine", "disable_radix_cache", ("--disable-radix-cache",), bool, "Keep no prefixes"),
-    Setting("engine", "disable_overlap_schedule", ("--disable-overlap-schedule",), bool, "Plan a step after the last"),
+    Setting(
+        "engine",
+        "disable_overlap_schedule",
+        ("--disable-overlap-schedule/--enable-overlap-schedule",),
+        bool,
+        "Plan a step only when the last has ended; the default on the CPU",
+    ),
     Setting(
         "engine", "enable_mixed_chunk", ("--enable-mixed-chunk",), bool, "Prefill and decode rows in one step", _DECODES
     ),

@@ -53,7 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     threads: of torch, in a rank. chunked_prefill_size -1: prompts are not cut. mamba_scheduler_strategy: no_buffer or
     extra_buffer. mamba_track_interval: tokens between the states that decode saves. local_prefill_max_tokens: how much
-    of a prompt a decode node computes itself when it holds the rest.
+    of a prompt a decode node computes itself when it holds the rest. disable_overlap_schedule None: on the CPU, where
+    planning and computing share the cores.
     """
 
     page_size: int = 16
@@ -66,7 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     mamba_scheduler_strategy: str = "extra_buffer"
     mamba_track_interval: int = 256
     disable_radix_cache: bool = False
-    disable_overlap_schedule: bool = False
+    disable_overlap_schedule: bool | None = None
     enable_mixed_chunk: bool = False
     local_prefill_max_tokens: int = 256
 

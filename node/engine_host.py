@@ -41,7 +41,7 @@ class EngineHost:
         self.config = config
         hybrid = HybridConfig.from_folder(config.model.path)
         num_pages = config.engine.max_total_tokens // config.engine.page_size
-        tracking = resolve_states(config.engine, hybrid)
+        tracking = resolve_states(config.engine, hybrid, config.model.device)
         self.context_length = resolve_context_length(config.engine, hybrid)
         self.runner = ModelRunner.load(
             config.model,
@@ -188,12 +188,12 @@ class EngineHost:
         }
 
 
-def resolve_states(engine: EngineConfig, hybrid: HybridConfig) -> Tracking:
+def resolve_states(engine: EngineConfig, hybrid: HybridConfig, device: str) -> Tracking:
     """Which states are saved and where. Raises ConfigError for settings that do not go together."""
     return resolve_tracking(
         strategy=engine.mamba_scheduler_strategy,
         radix_cache=not engine.disable_radix_cache,
-        overlap=not engine.disable_overlap_schedule,
+        overlap=not (device == "cpu" if engine.disable_overlap_schedule is None else engine.disable_overlap_schedule),
         chunk=hybrid.chunk_size,
         page_size=engine.page_size,
         chunked_prefill_size=engine.chunked_prefill_size,
