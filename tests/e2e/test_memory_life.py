@@ -121,7 +121,7 @@ class Life:
 
     def continue_one(self) -> None:
         """The next turn of a conversation."""
-        short = [(r, o) for r, o in self.finished()[-20:] if len(r.prompt) + len(o.ids) < 90]
+        short = [(r, o) for r, o in self.finished()[-20:] if len(r.prompt) + len(o.ids) < 75]
         if short:
             request, outcome = self.rng.choice(short)
             self.submit([*request.prompt, *outcome.ids, *self.tokens(self.rng.randint(1, 12))])
@@ -139,10 +139,13 @@ class Life:
         self.rng.choice([cache.evict_pages, cache.evict_slots])(self.rng.randint(1, 3))
 
     def retract(self) -> None:
+        """When nothing is in flight: a step before it, in which nothing is planned, lets the last one land."""
         scheduler = self.schedulers()[-1]
-        able = [s for s in scheduler.running if s.in_flight == 0]
-        if able:
-            scheduler.retract(self.rng.choice(able))
+        scheduler._plan = list
+        self.ranks.step()
+        del scheduler._plan
+        if scheduler.running:
+            scheduler.retract(self.rng.choice(scheduler.running))
 
     def flush(self) -> None:
         """As /flush_cache does, but while requests run."""

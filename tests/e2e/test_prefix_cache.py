@@ -313,15 +313,18 @@ def test_a_retracted_request_resumes_at_its_last_saved_state(model: Path, cold: 
 
 @EACH_OVERLAP
 def test_what_decode_retracts_for_want_of_pages_resumes_too(overlap: bool, model: Path, cold: ColdRuns) -> None:
-    small = engine(overlap, max_total_tokens=140)
+    """The first one ends with the last page, so that what the second one had saved is not evicted. Without rooms, whose
+    timing would decide who comes first."""
+    small = engine(overlap, max_total_tokens=PAGE * 19)
     with disaggregated_ranks(model=model, engine=small) as ranks:
         seen = watch_retractions(ranks)
-        requests = [Request(prompt=tokens(i, CHUNK + 3), max_new_tokens=30 + 2 * i) for i in range(5)]
-        outcomes = ranks.run(requests)
+        requests = [Request(prompt=tokens(i, CHUNK + 3), max_new_tokens=27 + 13 * i) for i in range(2)]
+        outcomes = [ranks.submit(request, alone=True) for request in requests]
+        ranks.run_until(lambda: all(outcome.ended for outcome in outcomes))
         for request, outcome in zip(requests, outcomes, strict=True):
             assert_equivalent(outcome, cold.of(request))
-        assert len(seen) >= 2 and all(position > 0 for _, position in seen)
-        assert prefilled(ranks)[1] < sum(count for count, _ in seen)
+        again = prefilled(ranks)[1] - sum(len(request.prompt) for request in requests)
+        assert seen == [(37, 2 * INTERVAL)] and again == 37 - 2 * INTERVAL
         ranks.assert_all_free()
 
 
