@@ -10,7 +10,7 @@ nothing is changed.
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -133,7 +133,7 @@ class SlotAllocator:
 
     def __init__(self, num_slots: int) -> None:
         self._owners = _Owners(num_slots)
-        self._free = list(range(1, num_slots))  # a heap
+        self._free = list(range(1, num_slots))  # ascending
         self._generations = [0] * num_slots
 
     @property
@@ -147,10 +147,13 @@ class SlotAllocator:
     def can_allocate(self, count: int = 1) -> bool:
         return count <= self.num_free
 
-    def allocate(self, owner: str) -> int:
-        """Take the lowest free slot and begin its next generation. The caller has asked `can_allocate`."""
+    def allocate(self, owner: str, *, highest: bool = False) -> int:
+        """Take the lowest free slot, or the highest, and begin its next generation. The caller has asked `can_allocate`.
+
+        Saved states take the highest, so that the slots of what runs stay one run: those a step reads as one view.
+        """
         assert self._free, "a slot asked and none free"
-        slot = heapq.heappop(self._free)
+        slot = self._free.pop(-1 if highest else 0)
         self._owners.claim([slot], owner)
         self._generations[slot] += 1
         return slot
@@ -161,7 +164,7 @@ class SlotAllocator:
 
     def free(self, slot: int) -> None:
         self._owners.release([slot])
-        heapq.heappush(self._free, slot)
+        bisect.insort(self._free, slot)
 
     def transfer(self, slot: int, owner: str) -> None:
         """Make `owner` the owner of a slot that anybody owns, and begin the slot's next generation."""

@@ -182,7 +182,7 @@ class SequenceMemory:
         if not self.make_room(0, 1):
             self.counters.checkpoints_skipped += 1
             return None
-        return self.slots.allocate(sequence.rid)
+        return self.slots.allocate(sequence.rid, highest=True)
 
     def return_track_slot(self, slot: int) -> None:
         """The state in it is not wanted after all."""

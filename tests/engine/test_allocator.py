@@ -251,3 +251,14 @@ def split(free: set[int]) -> list[list[int]]:
         else:
             found.append([page])
     return found
+
+
+def test_saved_states_take_the_highest_slots_so_that_running_ones_stay_one_run() -> None:
+    slots = SlotAllocator(10)
+    running = [slots.allocate("a"), slots.allocate("b")]
+    saved = [slots.allocate("a", highest=True), slots.allocate("b", highest=True)]
+    assert (running, saved) == ([1, 2], [9, 8])
+    slots.free(1)
+    slots.free(9)
+    assert slots.allocate("c") == 1 and slots.allocate("c", highest=True) == 9
+    slots.check_integrity()
