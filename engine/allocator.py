@@ -148,7 +148,7 @@ class SlotAllocator:
         return count <= self.num_free
 
     def allocate(self, owner: str, *, highest: bool = False) -> int:
-        """Take the lowest free slot, or the highest, and begin its next generation. The caller has asked `can_allocate`.
+        """Take the lowest or highest free slot and begin its next generation. The caller has asked `can_allocate`.
 
         Saved states take the highest, so that the slots of what runs stay one run: those a step reads as one view.
         """

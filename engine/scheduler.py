@@ -332,14 +332,15 @@ class Scheduler:
             if sequence.phase is Phase.DONE:
                 self._drop(share)
                 continue
+            failed = result.failed.get(id(sequence))
             if share.track is not None:
-                self._donate(share, share.track)
+                self._keep(share, share.track, failed is None)
             if share.chunk is not None:
                 chunks.append(share.chunk)
                 _record_prompt_logprobs(sequence, result.prompt_logprobs.get(id(sequence)))
-            if id(sequence) in result.failed:
+            if failed is not None:
                 self.remove(sequence)
-                failures.append((sequence, result.failed[id(sequence)]))
+                failures.append((sequence, failed))
             elif _is_complete(share) or share.chunk is None:
                 emissions.append(self._take_token(share, result.tokens.get(id(sequence))))
         return self._report(chunks, emissions, failures)
@@ -357,7 +358,11 @@ class Scheduler:
         if share.sequence.released and share.sequence.in_flight == 0:
             self.memory.release(share.sequence)
 
-    def _donate(self, share: _Share, track: Track) -> None:
+    def _keep(self, share: _Share, track: Track, is_sound: bool) -> None:
+        """Cache what the step saved, unless its logits were not finite: then neither may the state be."""
+        if not is_sound:
+            self.memory.return_track_slot(track.slot)
+            return
         self.memory.donate(
             share.sequence,
             track.position,

@@ -375,3 +375,15 @@ def test_prompt_logprobs_over_chunks_are_those_of_each_position(start_len: int, 
         reference = torch.log_softmax(logits_after(prompt[:position]), dim=-1)
         assert entry.logprob == pytest.approx(reference[prompt[position]].item(), abs=1e-5)
         assert entry.top[0][1] == int(reference.argmax())
+
+
+def test_a_state_whose_logits_were_not_finite_is_not_cached() -> None:
+    scheduler = make_scheduler(overlap=False)
+    assert isinstance(scheduler.device.runner, BookkeepingRunner)
+    scheduler.device.runner.poisoned_logits_for = {66}
+    bad = make_sequence("bad", [66, *range(1, 12)], 6)
+    scheduler.add(bad)
+    drain(scheduler)
+    cache = scheduler.memory.cache
+    assert cache is not None and cache.num_cached_slots == 0
+    assert_all_free(scheduler)
