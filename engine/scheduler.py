@@ -333,8 +333,10 @@ class Scheduler:
                 self._drop(share)
                 continue
             failed = result.failed.get(id(sequence))
-            if share.track is not None:
-                self._keep(share, share.track, failed is None)
+            if share.track is not None and failed is None:
+                self._donate(share, share.track)
+            elif share.track is not None:  # nor may the state be cached whose logits were not finite
+                self.memory.return_track_slot(share.track.slot)
             if share.chunk is not None:
                 chunks.append(share.chunk)
                 _record_prompt_logprobs(sequence, result.prompt_logprobs.get(id(sequence)))
@@ -358,11 +360,7 @@ class Scheduler:
         if share.sequence.released and share.sequence.in_flight == 0:
             self.memory.release(share.sequence)
 
-    def _keep(self, share: _Share, track: Track, is_sound: bool) -> None:
-        """Cache what the step saved, unless its logits were not finite: then neither may the state be."""
-        if not is_sound:
-            self.memory.return_track_slot(track.slot)
-            return
+    def _donate(self, share: _Share, track: Track) -> None:
         self.memory.donate(
             share.sequence,
             track.position,
