@@ -59,7 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     page_size: int = 16
     max_total_tokens: int = 65536
-    max_state_slots: int = 64
+    max_state_slots: int = 128
     max_running_requests: int = 48
     chunked_prefill_size: int = 1024
     context_length: int | None = None
