@@ -22,7 +22,8 @@ class RoomAddress(msgspec.Struct, frozen=True, kw_only=True):
 class HandoffMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """Filled by the prefill rank after the last chunk, read by the decode rank at commit.
 
-    prompt_digest: of the prompt's token ids, so that two legs with different prompts are not taken for one request.
+    num_prompt_tokens: how many tokens the state stands for; of an answer that is resumed those made before count too.
+    prompt_digest: of their ids, so that two legs with different prompts are not taken for one request.
     tracked_position: the position t of the track slot, or -1 when none was saved.
     num_cached_tokens: prompt tokens the prefill rank did not compute. Times are seconds.
     """

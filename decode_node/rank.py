@@ -105,7 +105,7 @@ class DecodeRole:
         if sequence.first_logits_wanted is not None:
             return False
         start = self.host.scheduler.memory.resume_position(sequence)
-        return start > 0 and sequence.num_prompt_tokens - start <= self.local_prefill_max_tokens
+        return start > 0 and sequence.num_tokens - start <= self.local_prefill_max_tokens
 
     def _end(self, sequence: Sequence, error: ServingError) -> None:
         """End a sequence wherever it is. Memory in a lease stays there until `Released`."""
@@ -202,7 +202,7 @@ class DecodeRole:
         if room.failed:
             self._release(room)
             return
-        if metadata.prompt_digest != prompt_digest(sequence.prompt_ids):
+        if metadata.prompt_digest != prompt_digest(sequence.tokens(0, sequence.num_tokens)):
             self._release(room)
             self.host.fail(sequence, _other_prompt(sequence, metadata))
             return
@@ -275,7 +275,7 @@ class DecodeRole:
 def _other_prompt(sequence: Sequence, metadata: HandoffMetadata) -> RequestError:
     return RequestError(
         f"the two legs of room {metadata.room} were sent different prompts, of {metadata.num_prompt_tokens} tokens on "
-        f"the prefill node and of {sequence.num_prompt_tokens} here",
+        f"the prefill node and of {sequence.num_tokens} here",
         code="prompt_mismatch",
     )
 

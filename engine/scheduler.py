@@ -131,8 +131,8 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def adopt(self, sequence: Sequence, first_token: TokenLogprob) -> Emission:
-        """Take over a sequence whose state another rank computed: pages and slot hold its whole prompt."""
-        assert sequence.slot is not None and sequence.num_computed_tokens == sequence.num_prompt_tokens
+        """Take over a sequence whose state another rank computed: pages and slot hold all of its tokens."""
+        assert sequence.slot is not None and sequence.num_computed_tokens == sequence.num_tokens
         emission = self._accept_token(sequence, first_token)
         if emission.finish is None:
             sequence.phase = Phase.RUNNING
@@ -227,7 +227,7 @@ class Scheduler:
                 return
             self.waiting.popleft()
             start, end = sequence.num_computed_tokens, sequence.num_tokens
-            if not sequence.output_ids:
+            if len(sequence.output_ids) == sequence.num_resumed_tokens:  # not one that was retracted
                 sequence.num_cached_tokens = sequence.num_local_cached_tokens = start
             sequence.track_target = self._target(start, end, sequence.branch_position)
             sequence.phase = Phase.PREFILL

@@ -16,6 +16,7 @@ import msgspec
 from common.errors import ErrorRecord
 from common.sampling import FinishReason, TokenLogprob
 from node.messages import Submit, Timing, Update
+from node.resume import NOTHING, Resume
 from node.tokenizer import Tokenizer
 
 WEIGHT_VERSION = "default"
@@ -76,25 +77,31 @@ class LogprobLists:
 
 
 class Answer:
-    """What the client gets for one sequence. return_text: put the text of each token beside its logprob."""
+    """What the client gets for one sequence. return_text: put the text of each token beside its logprob.
 
-    def __init__(self, submit: Submit, tokenizer: Tokenizer, *, return_text: bool) -> None:
+    resume: the beginning of the answer, which another node has made and the client has seen.
+    """
+
+    def __init__(self, submit: Submit, tokenizer: Tokenizer, *, return_text: bool, resume: Resume = NOTHING) -> None:
         sampling = submit.sampling
         self._submit = submit
         self._tokenizer = tokenizer
         self._return_text = return_text
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens)
         self._trimmer = StopTrimmer(() if sampling.no_stop_trim else sampling.stop)
-        self._text = ""
-        self._output_ids: list[int] = []
+        self._output_ids = list(resume.output_ids)
+        self._text = self._detokenizer.push(self._output_ids)
+        self._trimmer.grow(self._text)
         self._input_logprobs = LogprobLists(self._token_text)
         self._output_logprobs = LogprobLists(self._token_text)
+        self._output_logprobs.tokens += resume.token_logprobs
+        self._output_logprobs.alternatives += resume.top_logprobs
         self._num_cached_tokens = 0
         self._num_local_cached_tokens = 0
         self._finish: FinishReason | None = None
         self._timing: Timing | None = None
         self._end_s = 0.0
-        self._num_reported = 0
+        self._num_reported = len(self._output_ids)
 
     @property
     def is_finished(self) -> bool:

@@ -29,6 +29,7 @@ from node.tokenizer import Tokenizer
 
 HEALTH_TIMEOUT_S = 20.0
 FLUSH_RETRY_S = 0.05
+ABORT_WAIT_S = 1.0
 
 _FLUSH_TIMEOUT = NumberRule(integer=False, low=0, high=600)
 
@@ -174,11 +175,10 @@ def _add_control(app: FastAPI, node: ServingNode, generator: Generator) -> None:
             node.client.abort_all("aborted by request")
         elif raw.get("rid") is None:
             raise RequestError("rid or abort_all: one of them must be given", param="rid")
-        else:
-            for rid in raw["rid"] if isinstance(raw["rid"], list) else [raw["rid"]]:
-                rids = node.client.rids_of(read_string("rid", rid, max_length=1024))
-                node.client.abort(rids, "aborted by request")
-        return json_response({"success": True})
+        named = raw["rid"] if isinstance(raw["rid"], list) else [raw["rid"]]
+        rids = [one for rid in named for one in node.client.rids_of(read_string("rid", rid, max_length=1024))]
+        node.client.abort(rids, "aborted by request")
+        return json_response({"success": True, "ended": await node.client.wait_ended(rids, ABORT_WAIT_S)})
 
 
 def _read_timeout(text: str | None) -> float:

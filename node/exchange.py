@@ -28,7 +28,8 @@ class Exchange:
         self._request = request
         self._mailbox = Mailbox()
         self._answers = {
-            submit.rid: Answer(submit, tokenizer, return_text=request.return_text) for submit in request.submits
+            submit.rid: Answer(submit, tokenizer, return_text=request.return_text, resume=request.resume)
+            for submit in request.submits
         }
         self._places = {submit.rid: i for i, submit in enumerate(request.submits)}
         self._unfinished = set(self._answers)

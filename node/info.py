@@ -57,6 +57,7 @@ def server_info(
         "transport": first.transport,
         "fingerprint": first.fingerprint,
         "weight_version": WEIGHT_VERSION,
+        "resumes_answers": True,
         "version": version("tandem-serve"),
         "ranks": [_rank(ready) for ready in readies],
     }

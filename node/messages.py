@@ -17,6 +17,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     extra_key: prefixes are shared only among requests with the same one.
 
+    output_ids: tokens of the answer that another decode node has made; this rank goes on after them.
+
     arrival_s: `time.monotonic()` of the front when the request came in.
     """
 
@@ -27,6 +29,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     room: RoomAddress | None
     arrival_s: float
     extra_key: str | None = None
+    output_ids: list[int] = []
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):

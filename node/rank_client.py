@@ -283,6 +283,17 @@ class RankClient:
             rid=submit.rid, group=group, room=room, rank=rank, mailbox=mailbox, heard_s=now
         )
         self._load[rank] += 1
+    async def wait_ended(self, rids: Iterable[str], limit_s: float) -> bool:
+        """Wait until none of these sequences runs any more. False when one does after limit_s seconds."""
+        running = [self._running[rid] for rid in rids if rid in self._running]
+        try:
+            async with asyncio.timeout(limit_s):
+                for entry in running:
+                    await entry.ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
         if room is not None:
             self._rooms.add(room)
 

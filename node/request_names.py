@@ -19,6 +19,7 @@ _HONOURED = frozenset(
         "return_text_in_logprobs",
         "rid",
         "extra_key",
+        "resume",
         "bootstrap_host",
         "bootstrap_port",
         "bootstrap_room",

@@ -30,6 +30,7 @@ from node.fields import (
 from node.limits import ServingLimits
 from node.messages import Submit
 from node.request_names import check_names
+from node.resume import NOTHING, Resume, check_length, read_resume
 from node.rooms import read_rooms
 from node.sampling_fields import SamplingRequest, read_sampling
 
@@ -45,6 +46,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompts: of `field`, all texts or all token ids. sampling: one a prompt. The lists after it: one a sequence.
     is_list: the answer is a list. groups: the rid that the client gave to this and other sequences together, if it did.
+    resume: what there is of the answer of a single sequence.
     """
 
     field: str
@@ -60,10 +62,12 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int | None
     stream: bool
     return_text: bool
+    resume: Resume
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks get (`submits`) and how the client wants its answer. groups: one a sequence."""
+    """What the ranks get (`submits`) and how the client wants its answer. groups: one a sequence. resume: what there is
+    of that answer already."""
 
     submits: list[Submit]
     is_list: bool
@@ -71,6 +75,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int | None
     stream: bool
     return_text: bool
+    resume: Resume = NOTHING
 
 
 def parse(raw: dict[str, Any], limits: ServingLimits) -> ParsedRequest:
@@ -85,13 +90,14 @@ def parse(raw: dict[str, Any], limits: ServingLimits) -> ParsedRequest:
         raise RequestError(f"{too_many}: {total} sequences, at most {MAX_SEQUENCES} in one request", param=too_many)
     is_list = is_batch or num_samples > 1
     groups, rids = _read_rids(raw, len(prompts), total, is_list)
+    logprobs = _read_logprobs(raw, len(prompts), total)
     return ParsedRequest(
         field=field,
         prompts=prompts,
         is_list=is_list,
         sampling=sampling,
         num_samples=num_samples,
-        logprobs=_read_logprobs(raw, len(prompts), total),
+        logprobs=logprobs,
         rids=rids,
         groups=groups,
         extra_keys=_read_extra_keys(raw, len(prompts), total),
@@ -99,6 +105,7 @@ def parse(raw: dict[str, Any], limits: ServingLimits) -> ParsedRequest:
         dp_rank=_read_dp_rank(raw, limits),
         stream=read_bool("stream", _get(raw, "stream", False)),
         return_text=read_bool("return_text_in_logprobs", _get(raw, "return_text_in_logprobs", False)),
+        resume=read_resume(raw.get("resume"), limits.vocab_size, total, logprobs=logprobs[0].wanted),
     )
 
 
@@ -131,15 +138,18 @@ def expand(
         for k in range(parsed.num_samples):
             place = i * parsed.num_samples + k
             _check_start_len(parsed.logprobs[place], len(prompt))
+            sampling = parsed.sampling[i].sample(k, room_left)
+            check_length(parsed.resume, sampling.max_new_tokens)
             submits.append(
                 Submit(
                     rid=parsed.rids[place],
                     token_ids=prompt,
-                    sampling=parsed.sampling[i].sample(k, room_left),
+                    sampling=sampling,
                     logprobs=parsed.logprobs[place],
                     room=parsed.rooms[place],
                     arrival_s=arrival_s,
                     extra_key=parsed.extra_keys[place],
+                    output_ids=parsed.resume.output_ids,
                 )
             )
     return GenerateRequest(
@@ -149,6 +159,7 @@ def expand(
         dp_rank=parsed.dp_rank,
         stream=parsed.stream,
         return_text=parsed.return_text,
+        resume=parsed.resume,
     )
 
 

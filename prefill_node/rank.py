@@ -142,15 +142,15 @@ class PrefillRole:
         room = self.room_of[sequence]
         room.token = emission.token
         assert sequence.slot is not None
-        saved = sequence.checkpoint
+        saved, length = sequence.checkpoint, sequence.num_computed_tokens
         self.transfer.send_state(room.room, sequence.slot, saved.slot if saved else None)
         self.transfer.commit(
             room.room,
             HandoffMetadata(
                 room=room.room,
                 rid=sequence.rid,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                prompt_digest=prompt_digest(sequence.prompt_ids),
+                num_prompt_tokens=length,
+                prompt_digest=prompt_digest(sequence.tokens(0, length)),
                 num_cached_tokens=sequence.num_cached_tokens,
                 tracked_position=saved.position if saved else -1,
                 first_token=emission.token or NO_TOKEN,
