@@ -173,7 +173,8 @@ def _add_control(app: FastAPI, node: ServingNode, generator: Generator) -> None:
         raw = decode_object(await generator.read(request))
         if read_bool("abort_all", raw.get("abort_all") or False):
             node.client.abort_all("aborted by request")
-        elif raw.get("rid") is None:
+            return json_response({"success": True})
+        if raw.get("rid") is None:
             raise RequestError("rid or abort_all: one of them must be given", param="rid")
         named = raw["rid"] if isinstance(raw["rid"], list) else [raw["rid"]]
         rids = [one for rid in named for one in node.client.rids_of(read_string("rid", rid, max_length=1024))]
