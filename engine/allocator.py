@@ -144,6 +144,11 @@ class SlotAllocator:
     def num_free(self) -> int:
         return self._owners.num_free
 
+    @property
+    def highest_free(self) -> int:
+        """0 when none is free."""
+        return self._free[-1] if self._free else 0
+
     def can_allocate(self, count: int = 1) -> bool:
         return count <= self.num_free
 

@@ -29,7 +29,11 @@ class MemoryCounters:
 
 
 class SequenceMemory:
-    """copy_slots(sources, targets): copies states of all layers. cache: None when prefixes are not kept."""
+    """copy_slots(sources, targets): copies states of all layers. cache: None when prefixes are not kept.
+
+    num_row_slots: the slots 1 … num_row_slots are for what runs, so that its slots stay one run, which a step on the
+    CPU reads as a view; a saved state takes one of them only when it can have no other. 0: any slot is as good.
+    """
 
     def __init__(
         self,
@@ -39,11 +43,13 @@ class SequenceMemory:
         cache: RadixCache | None,
         copy_slots: Callable[[Seq[int], Seq[int]], None],
         page_size: int,
+        num_row_slots: int = 0,
     ) -> None:
         self.pages = pages
         self.slots = slots
         self.cache = cache
         self.page_size = page_size
+        self.num_row_slots = num_row_slots
         self.counters = MemoryCounters()
         self._copy_slots = copy_slots
 
@@ -182,6 +188,8 @@ class SequenceMemory:
         if not self.make_room(0, 1):
             self.counters.checkpoints_skipped += 1
             return None
+        if self.slots.highest_free <= self.num_row_slots and self.cache is not None:
+            self.cache.evict_slots(1)
         return self.slots.allocate(sequence.rid, highest=True)
 
     def return_track_slot(self, slot: int) -> None:

@@ -64,6 +64,7 @@ class EngineHost:
                 cache=cache,
                 copy_slots=self.runner.copy_slots,
                 page_size=config.engine.page_size,
+                num_row_slots=resolve_row_slots(config.engine, config.model.device),
             ),
             stopping=StopChecker(partial(tokenizer.decode, skip_special_tokens=False), eos_ids),
             limits=resolve_limits(config.engine, tracking),
@@ -201,6 +202,12 @@ def resolve_states(engine: EngineConfig, hybrid: HybridConfig, device: str) -> T
         chunked_prefill_size=engine.chunked_prefill_size,
         track_interval=engine.mamba_track_interval,
     )
+
+
+def resolve_row_slots(engine: EngineConfig, device: str) -> int:
+    """How many slots are kept from saved states. Only the CPU gains by that, and only where there are enough of them."""
+    has_enough = engine.max_state_slots > 2 * engine.max_running_requests
+    return engine.max_running_requests if device == "cpu" and has_enough else 0
 
 
 def resolve_limits(engine: EngineConfig, tracking: Tracking) -> Limits:
