@@ -104,6 +104,7 @@ NODE_SETTINGS = (
     ),
     Setting("server", "max_body_bytes", ("--max-body-bytes",), int, "Largest request body"),
     Setting("server", "upload_timeout_s", ("--upload-timeout",), float, "Seconds for the whole body of a request"),
+    Setting("server", "drain_timeout_s", ("--drain-timeout",), float, "Seconds for what runs to end after SIGTERM"),
     Setting("server", "log_level", ("--log-level",), LOG_LEVELS, "Least severe level that is logged"),
     Setting("engine", "page_size", ("--page-size",), int, "Tokens in a KV page"),
     Setting("engine", "max_total_tokens", ("--max-total-tokens",), int, "Tokens that all KV pages hold"),
@@ -166,6 +167,14 @@ NODE_SETTINGS = (
     ),
     Setting("transfer", "host", ("--transfer-host",), str, "Address that peers reach this node's memory at", _PAIR),
     Setting("transfer", "verify", ("--verify",), Verify, "How decode checks what arrived", _PAIR),
+    Setting(
+        "transfer",
+        "disable_layerwise_transfer",
+        ("--disable-layerwise-transfer",),
+        bool,
+        "Send what a step computes when all of it is done, not layer by layer",
+        _PREFILL,
+    ),
     Setting(
         "transfer", "cluster_key_file", ("--cluster-key-file",), str, "Shared secret; none: loopback peers only", _PAIR
     ),

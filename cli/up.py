@@ -121,7 +121,8 @@ def plan_children(options: Options) -> list[ChildPlan]:
     tandem = (sys.executable, "-m", "cli.main")
     log_level = ("--log-level", options.log_level)
     model = ("--model-path", options.model_path)
-    node = (*model, "--transport", options.transport, "--threads", str(options.node_threads), *log_level)
+    at_once = ("--drain-timeout", "0")  # what Ctrl-C means here
+    node = (*model, "--transport", options.transport, "--threads", str(options.node_threads), *at_once, *log_level)
     prefill_url, decode_url = f"http://127.0.0.1:{prefill_port}", f"http://127.0.0.1:{decode_port}"
     prefill = ("prefill", *node, "--port", str(prefill_port), "--bootstrap-port", str(bootstrap_port))
     decode = ("decode", *node, "--port", str(decode_port))

@@ -91,7 +91,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How state crosses. Times are seconds; no wait in the hand-off is without one of them.
 
     host: the address that peers reach this rank at (never 0.0.0.0). cluster_key_file: a shared secret; without one only
-    loopback peers are accepted.
+    loopback peers are accepted. disable_layerwise_transfer: send what a step completes when the whole step is done.
     """
 
     transport: TransportName = TransportName.MOONCAKE
@@ -99,6 +99,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     host: str = "127.0.0.1"
     verify: Verify = Verify.DIGEST
+    disable_layerwise_transfer: bool = False
     cluster_key_file: str | None = None
     bootstrap_timeout_s: float = 30.0
     transfer_timeout_s: float = 30.0
@@ -108,7 +109,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a node listens. bootstrap_*: where a prefill node's rooms are opened. upload_timeout_s: for a body."""
+    """Where a node listens. bootstrap_*: where a prefill node's rooms are opened. upload_timeout_s: for a body.
+
+    drain_timeout_s: how long what runs may take to end after SIGTERM.
+    """
 
     host: str = "127.0.0.1"
     port: int = 30000
@@ -117,6 +121,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     max_body_bytes: int = 16 * 1024 * 1024
     upload_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,6 +204,8 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
     for name in ("bootstrap", "transfer", "first_token", "liveness"):
         _positive_seconds(f"{name}_timeout", getattr(transfer, f"{name}_timeout_s"))
     _positive_seconds("upload_timeout", server.upload_timeout_s)
+    if not 0 <= server.drain_timeout_s < float("inf"):
+        raise ConfigError(f"--drain-timeout {server.drain_timeout_s}: 0 or more seconds", param="drain_timeout")
     _positive("max_body_bytes", server.max_body_bytes)
     _positive("fault_every", transfer.faults.every)
     for name, port in (("port", server.port), ("bootstrap_port", server.bootstrap_port)):

@@ -48,8 +48,9 @@ class ServingNode:
     def query_timeout_s(self) -> float:
         return self.config.transfer.liveness_timeout_s
 
-    def check_alive(self) -> None:
-        """Raises the error of a rank that is dead or silent."""
+    def check_serving(self) -> None:
+        """Raises WorkerError: the node drains, or the error of a rank that is dead or silent."""
+        self.client.check_open()
         for error in self.client.errors():
             raise error
 
@@ -88,12 +89,12 @@ def _add_errors(app: FastAPI) -> None:
 def _add_health(app: FastAPI, node: ServingNode) -> None:
     @app.get("/health")
     async def health() -> Response:
-        node.check_alive()
+        node.check_serving()
         return json_response({"status": "ok"})
 
     @app.get("/health_generate")
     async def health_generate() -> Response:
-        node.check_alive()
+        node.check_serving()
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 await _probe(node)

@@ -1,7 +1,10 @@
 """The front process of a node: starts the ranks, serves HTTP, ends the ranks.
 
-    check ports ──► start ranks ──► all Ready ──► (bootstrap endpoint) ──► HTTP … SIGTERM ──► Shutdown ──► exit
-                                                                                └── the last rank died ──► exit 1
+    check ports ──► start ranks ──► all Ready ──► (bootstrap endpoint) ──► HTTP … signal ──► drain ──► Shutdown ──► exit
+                                                                            └── the last rank died ──► exit 1
+
+The first SIGTERM or SIGINT lets what runs end, for the drain time-out at most, and refuses the rest; the second one
+waits for nothing. While nothing runs, the first one does not wait either.
 
 No torch here: the front is small and starts quickly.
 """
@@ -12,10 +15,8 @@ import asyncio
 import errno
 import importlib.util
 import logging
-import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from common.http_server import LimitedProtocol
 from common.logs import configure_logging
 from node.app import ServingNode, create_app
 from node.bootstrap import StartBootstrap, start_bootstrap
+from node.ipc import ipc_directory
 from node.limits import ServingLimits
 from node.messages import Ready
 from node.processes import RankProcess, rank_command, start_rank
@@ -44,7 +46,6 @@ HTTP_STOP_S = 3
 RANK_STOP_S = 4.0
 RANK_START_S = 1800.0
 LAST_WORDS_S = 0.5
-MAX_IPC_PATH = 80
 
 
 def serve(
@@ -55,7 +56,7 @@ def serve(
     bootstrap: StartBootstrap = start_bootstrap,
     rank_stop_s: float = RANK_STOP_S,
 ) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT, then drain.
 
     command: how to start a rank; `--ipc DIR --rank R` is added, the config goes to its stdin as JSON. Raises
     ConfigError for settings that cannot work, a port that is taken among them, and WorkerError when a rank dies before
@@ -92,13 +93,14 @@ class _Front:
     tokenizer: Tokenizer
     listener: socket.socket
     ipc_dir: Path
-    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    draining: asyncio.Event = field(default_factory=asyncio.Event)  # a signal came
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)  # a second one, or there is no rank to drain
     last_death: WorkerError | None = None  # of the last rank that lived, while the node served
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stopping.set)
+            loop.add_signal_handler(number, self._on_signal)
         transfer = self.config.transfer
         client = RankClient(
             self.ipc_dir,
@@ -116,6 +118,9 @@ class _Front:
         if self.last_death is not None:
             raise self.last_death
 
+    def _on_signal(self) -> None:
+        (self.stopping if self.draining.is_set() else self.draining).set()
+
     @asynccontextmanager
     async def _ranks(self, client: RankClient) -> AsyncIterator[None]:
         processes: list[RankProcess] = []
@@ -131,8 +136,11 @@ class _Front:
             for watcher in watchers:
                 watcher.cancel()
             client.shut_down_ranks()
-            grace_s = self.rank_stop_s if len(client.readies()) == self.num_ranks else LAST_WORDS_S
-            await asyncio.gather(*(process.stop(grace_s=grace_s) for process in processes))
+            # A rank that loads does not listen, and a second signal waits for nothing.
+            patient = len(client.readies()) == self.num_ranks and not self.stopping.is_set()
+            grace_s = self.rank_stop_s if patient else LAST_WORDS_S
+            level = logging.WARNING if patient else logging.DEBUG
+            await asyncio.gather(*(process.stop(grace_s=grace_s, level=level) for process in processes))
 
     async def _watch(self, process: RankProcess, client: RankClient) -> None:
         error = await process.wait()
@@ -169,7 +177,7 @@ class _Front:
             await endpoint.close()
 
     async def _serve_http(self, node: ServingNode) -> None:
-        """Listen until a signal comes; then end what runs, so that no client keeps the node from stopping."""
+        """Listen until a signal comes and what runs has ended; what does not end in time is ended."""
         _listen(self.listener)
         server = _Server(
             uvicorn.Config(
@@ -184,22 +192,31 @@ class _Front:
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[self.listener]))
-        stopped = asyncio.create_task(self.stopping.wait())
         host, port = self.listener.getsockname()[:2]
         log.info("%s node ready on http://%s:%d, fingerprint %s", self.config.role.value, host, port, _prints(node))
-        await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
+        await _first_of(serving, self.draining.wait(), self.stopping.wait())
+        if not self.stopping.is_set():
+            await self._drain(node.client)
         server.should_exit = True
         node.client.abort_all("the node is shutting down")
         node.client.fail_running(WorkerError("the node is shutting down", code="shutting_down"))
         await serving
 
+    async def _drain(self, client: RankClient) -> None:
+        """Take nothing new, and wait until nothing runs, a second signal comes or the time is over."""
+        client.refuse(WorkerError("the node is draining: it ends when what it runs has ended", code="draining"))
+        if client.num_unanswered == 0:
+            return
+        limit_s = self.config.server.drain_timeout_s
+        log.info("draining for %g s at most, %d sequences run; again to end at once", limit_s, client.num_unanswered)
+        await _first_of(client.wait_answered(), self.stopping.wait(), timeout_s=limit_s)
+        if client.num_unanswered:
+            log.warning("%d sequences did not end in time and are aborted", client.num_unanswered)
+
     async def _unless_stopped(self, work: Coroutine[Any, Any, list[Ready]]) -> list[Ready] | None:
         """The result, or None when a signal came first."""
         task = asyncio.create_task(work)
-        stopped = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
+        await _first_of(task, self.draining.wait())
         if task.done():
             return task.result()
         task.cancel()
@@ -212,6 +229,15 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any], timeout_s: float | None = None) -> None:
+    """Return when one of them has ended, or after timeout_s. What was given as a coroutine ends here too."""
+    tasks = [wait if isinstance(wait, asyncio.Task) else asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task, wait in zip(tasks, waits, strict=True):
+        if task is not wait:
+            task.cancel()
 
 
 async def _wait_ready(client: RankClient) -> list[Ready]:
@@ -238,7 +264,7 @@ def _prints(node: ServingNode) -> str:
     return ", ".join(sorted({ready.fingerprint for ready in node.client.readies()}))
 
 
-# -- ports and paths -------------------------------------------------------------------------------
+# -- ports -------------------------------------------------------------------------------
 
 
 def bind(host: str, port: int, setting: str) -> socket.socket:
@@ -284,17 +310,6 @@ def _check_bootstrap_port(config: NodeConfig) -> None:
             f"--bootstrap-port {server.bootstrap_port}: --port is the same", code="port_in_use", param="bootstrap_port"
         )
     bind(server.bootstrap_host, server.bootstrap_port, "bootstrap_port").close()
-
-
-@contextmanager
-def ipc_directory() -> Iterator[Path]:
-    """A new directory that only this user can enter, removed at the end. Its path fits into a Unix socket's address."""
-    parent = tempfile.gettempdir()
-    path = Path(tempfile.mkdtemp(prefix="tandem-", dir=parent if len(parent) <= MAX_IPC_PATH else "/tmp"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

@@ -35,6 +35,7 @@ class Generator:
     async def respond(self, request: Request) -> Response:
         """Raises ServingError when there is no answer. A prefill node never streams: it makes one token."""
         arrival_s = time.monotonic()
+        self._client.check_open()
         raw = decode_object(await self.read(request))
         generate = await self.prepare(parse(raw, self._limits), arrival_s)
         exchange = Exchange(self._client, self._tokenizer, generate)

@@ -50,10 +50,13 @@ class RankProcess:
         await asyncio.wait([self._stderr_reader], timeout=0.1)  # a grandchild may hold the pipe open
         return WorkerError(f"rank {self.rank} (pid {self.pid}) {how_ended(code)}{self._last_lines()}", code="rank_died")
 
-    async def stop(self, *, grace_s: float) -> None:
-        """Wait for it to end by itself, then SIGTERM, then SIGKILL; grace_s seconds before each."""
+    async def stop(self, *, grace_s: float, level: int) -> None:
+        """Wait for it to end by itself, then SIGTERM, then SIGKILL; grace_s seconds before each.
+
+        level: at which it is logged that it did not end by itself.
+        """
         if not await self._ended_within(grace_s):
-            log.warning("rank %d (pid %d) does not end by itself", self.rank, self.pid)
+            log.log(level, "rank %d (pid %d) does not end by itself", self.rank, self.pid)
             self._signal(signal.SIGTERM)
             if not await self._ended_within(grace_s):
                 self._signal(signal.SIGKILL)

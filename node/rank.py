@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -26,19 +27,8 @@ import zmq
 from common.config import NodeConfig
 from common.errors import ServingError
 from common.logs import configure_logging
-from node.messages import (
-    Abort,
-    FromRank,
-    Ping,
-    Pong,
-    Query,
-    Ready,
-    Shutdown,
-    StartFailed,
-    Submit,
-    from_rank_encoder,
-    to_rank_decoder,
-)
+from node.ipc import RankSockets
+from node.messages import Abort, FromRank, Ping, Pong, Query, Ready, Shutdown, StartFailed, Submit
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +69,12 @@ RoleFactory = Callable[[NodeConfig, int, Waker], Role]
 
 
 class RankLoop:
-    def __init__(self, role: Role, waker: Waker, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+    def __init__(self, role: Role, waker: Waker, sockets: RankSockets) -> None:
         self.role = role
         self.waker = waker
-        self.inbox = inbox
-        self.outbox = outbox
+        self.sockets = sockets
         self.poller = zmq.Poller()
-        self.poller.register(inbox, zmq.POLLIN)
+        self.poller.register(sockets.inbox, zmq.POLLIN)
         self.poller.register(waker.fd, zmq.POLLIN)
 
     def run(self) -> None:
@@ -94,29 +83,26 @@ class RankLoop:
             self.role.poll()
             busy = self.role.step()
             for message in self.role.take_outbox():
-                self.outbox.send(from_rank_encoder.encode(message))
+                self.sockets.send(message)
 
     def _receive(self, wait_ms: int) -> bool:
         """Hand every message that has come to the role, but answer a `Ping`. False when one of them was `Shutdown`."""
         ready = dict(self.poller.poll(wait_ms))
         if self.waker.fd in ready:
             self.waker.clear()
-        while True:
-            try:
-                frame = self.inbox.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            match to_rank_decoder.decode(frame):
-                case Submit() as message:
+        while (message := self.sockets.receive()) is not None:
+            match message:
+                case Submit():
                     self.role.submit(message)
-                case Abort() as message:
+                case Abort():
                     self.role.abort(message)
-                case Query() as message:
+                case Query():
                     self.role.query(message)
                 case Ping(ticket=ticket):
-                    self.outbox.send(from_rank_encoder.encode(Pong(ticket=ticket)))
+                    self.sockets.send(Pong(ticket=ticket))
                 case Shutdown():
                     return False
+        return True
 
 
 def run_rank(make_role: RoleFactory) -> None:
@@ -126,24 +112,20 @@ def run_rank(make_role: RoleFactory) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
     configure_logging(config.server.log_level, f"{config.role.value}/rank{arguments.rank}")
-    context = zmq.Context()
-    outbox = context.socket(zmq.PUSH)
-    outbox.connect(f"ipc://{arguments.ipc}/from_ranks")
-    inbox = context.socket(zmq.PULL)
-    inbox.bind(f"ipc://{arguments.ipc}/to_rank{arguments.rank}")
+    sockets = RankSockets(arguments.ipc, arguments.rank)
     waker = Waker()
     try:
         role = make_role(config, arguments.rank, waker)
     except ServingError as error:
-        outbox.send(from_rank_encoder.encode(StartFailed(error=error.record())))
-        context.destroy(linger=2000)
+        sockets.send(StartFailed(error=error.record()))
+        sockets.close(linger_ms=2000)
         sys.exit(1)
-    outbox.send(from_rank_encoder.encode(role.ready()))
+    sockets.send(role.ready())
     try:
-        RankLoop(role, waker, inbox, outbox).run()
+        RankLoop(role, waker, sockets).run()
     finally:
         role.close()
-        context.destroy(linger=0)
+        sockets.close(linger_ms=0)
 
 
 def die_with_parent() -> None:
@@ -156,7 +138,7 @@ def die_with_parent() -> None:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ipc", required=True)
+    parser.add_argument("--ipc", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
     return parser.parse_args()
 

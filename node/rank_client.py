@@ -152,6 +152,8 @@ class RankClient:
         self._tickets = itertools.count(1)
         self._started: asyncio.Future[None] | None = None
         self._watcher: asyncio.TimerHandle | None = None
+        self._refusal: ServingError | None = None
+        self._all_answered = asyncio.Event()
 
     # -- life of the connection --------------------------------------------------------------------
 
@@ -211,6 +213,31 @@ class RankClient:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_unanswered(self) -> int:
+        """Sequences whose requests still wait for something: without those that were told of their failure already."""
+        return sum(not entry.told for entry in self._running.values())
+
+    # -- draining ----------------------------------------------------------------------------------
+
+    def refuse(self, error: ServingError) -> None:
+        """From now on nothing is submitted; who tries gets this error."""
+        self._refusal = error
+        self._note_answered()
+
+    def check_open(self) -> None:
+        """Raises the error given to `refuse`."""
+        if self._refusal is not None:
+            raise self._refusal
+
+    async def wait_answered(self) -> None:
+        """After `refuse`: until no request waits for anything."""
+        await self._all_answered.wait()
+
+    def _note_answered(self) -> None:
+        if self._refusal is not None and self.num_unanswered == 0:
+            self._all_answered.set()
+
     # -- sequences ---------------------------------------------------------------------------------
 
     async def let_end(self, submits: list[Submit]) -> None:
@@ -231,8 +258,10 @@ class RankClient:
         """Start all sequences of a request, or none of them.
 
         groups: one a sequence. rank: where the client wants them; None: by room, or else where the fewest run. Raises
-        RequestError for a rid or a room that is in use and WorkerError when the rank is dead or silent.
+        RequestError for a rid or a room that is in use and WorkerError when the rank is dead or silent, or when the
+        node drains.
         """
+        self.check_open()
         for submit in submits:
             self._check_free(submit)
         ranks = [self._choose(submit, rank) for submit in submits]
@@ -254,6 +283,17 @@ class RankClient:
 
     def abort_all(self, message: str) -> None:
         self.abort(list(self._running), message)
+
+    async def wait_ended(self, rids: Iterable[str], limit_s: float) -> bool:
+        """Wait until none of these sequences runs any more. False when one does after limit_s seconds."""
+        running = [self._running[rid] for rid in rids if rid in self._running]
+        try:
+            async with asyncio.timeout(limit_s):
+                for entry in running:
+                    await entry.ended.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def rids_of(self, rid: str) -> list[str]:
         """The running sequences that a client means by a rid: its own, or those of the group it named."""
@@ -283,17 +323,6 @@ class RankClient:
             rid=submit.rid, group=group, room=room, rank=rank, mailbox=mailbox, heard_s=now
         )
         self._load[rank] += 1
-    async def wait_ended(self, rids: Iterable[str], limit_s: float) -> bool:
-        """Wait until none of these sequences runs any more. False when one does after limit_s seconds."""
-        running = [self._running[rid] for rid in rids if rid in self._running]
-        try:
-            async with asyncio.timeout(limit_s):
-                for entry in running:
-                    await entry.ended.wait()
-        except TimeoutError:
-            return False
-        return True
-
         if room is not None:
             self._rooms.add(room)
 
@@ -303,6 +332,7 @@ class RankClient:
         if entry.room is not None:
             self._rooms.discard(entry.room)
         entry.ended.set()
+        self._note_answered()
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -404,6 +434,7 @@ class RankClient:
         if not entry.told:
             entry.told = True
             entry.mailbox.put(Failure(rid=entry.rid, error=record))
+            self._note_answered()
 
     def _fail_queries(self, error: ServingError, rank: int) -> None:
         for asked, future in self._queries.values():

@@ -73,7 +73,9 @@ class FakeNode:
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
-def node_config(model_path: str, role: Role, *, port: int | None = None, first_token_s: float = 60.0) -> NodeConfig:
+def node_config(
+    model_path: str, role: Role, *, port: int | None = None, first_token_s: float = 60.0, drain_s: float = 30.0
+) -> NodeConfig:
     return NodeConfig(
         role=role,
         model=ModelConfig(path=model_path),
@@ -84,6 +86,7 @@ def node_config(model_path: str, role: Role, *, port: int | None = None, first_t
             bootstrap_host="127.0.0.1",
             max_body_bytes=100_000,
             upload_timeout_s=1.0,
+            drain_timeout_s=drain_s,
         ),
     )
 
@@ -115,9 +118,11 @@ def fake_node(config: NodeConfig, log: Path, *, mode: str = "ok", num_ranks: int
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """Stop a front as its user would; kill it and its ranks when that does not help. Returns the exit code."""
+    """Stop a front as its user would who is in a hurry; kill it and its ranks when that does not help. Returns the exit
+    code."""
     ranks = psutil.Process(process.pid).children() if process.poll() is None else []
-    process.send_signal(signal.SIGTERM)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
     try:
         return process.wait(15)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """A rank process without a model: speaks the whole protocol and repeats the prompt as its answer.
 
-Run as a rank is run, with `--mode` first: `ok`, `start-failed`, `dies` (before it is ready), `stuck` (ignores Shutdown
-and SIGTERM). Requests steer it through sampling parameters that nothing else here needs:
+Run as a rank is run, with `--mode` first: `ok`, `start-failed`, `dies` (before it is ready), `loads` (for ever),
+`stuck` (ignores Shutdown and SIGTERM). Requests steer it through sampling parameters that nothing else here needs:
 
     frequency_penalty 1   one token in 30 ms instead of all at once
     presence_penalty 1    fails with a WorkerError after two tokens
@@ -15,13 +15,14 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import msgspec
-import zmq
 
 from common.config import NodeConfig, Role
 from common.errors import AbortedError, ConfigError, RequestError, WorkerError
 from common.sampling import FinishReason, TokenLogprob
+from node.ipc import RankSockets
 from node.messages import (
     Abort,
     Failure,
@@ -37,8 +38,6 @@ from node.messages import (
     Timing,
     Update,
     Updates,
-    from_rank_encoder,
-    to_rank_decoder,
 )
 from node.tokenizer import load_eos_token_ids, load_tokenizer
 
@@ -159,48 +158,48 @@ class FakeRank:
         return TokenLogprob(logprob=value, token_id=token_id, top=top)
 
 
-def run(rank: FakeRank, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], *, stuck: bool) -> None:
+def run(rank: FakeRank, sockets: RankSockets, *, stuck: bool) -> None:
     while True:
-        inbox.poll(1 if rank.sequences else 100)
-        while inbox.poll(0):
-            message = to_rank_decoder.decode(inbox.recv())
+        message = sockets.receive(wait_ms=1 if rank.sequences else 100)
+        while message is not None:
             if isinstance(message, Shutdown):
                 while stuck:
                     time.sleep(1)
                 print("told to shut down", file=sys.stderr, flush=True)
                 return
             rank.handle(message)
+            message = sockets.receive()
         rank.step()
         for reply in rank.outbox:
-            outbox.send(from_rank_encoder.encode(reply))
+            sockets.send(reply)
         rank.outbox.clear()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", default="ok")
-    parser.add_argument("--ipc", required=True)
+    parser.add_argument("--ipc", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
     arguments = parser.parse_args()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
-    context = zmq.Context()
-    outbox = context.socket(zmq.PUSH)
-    outbox.connect(f"ipc://{arguments.ipc}/from_ranks")
-    inbox = context.socket(zmq.PULL)
-    inbox.bind(f"ipc://{arguments.ipc}/to_rank{arguments.rank}")
+    sockets = RankSockets(arguments.ipc, arguments.rank)
     if arguments.mode == "dies":
         print("first line\nthe last words of the rank", file=sys.stderr, flush=True)
         os._exit(7)
     if arguments.mode == "start-failed":
-        outbox.send(from_rank_encoder.encode(StartFailed(error=ConfigError("--dtype float7: no such type").record())))
-        context.destroy(linger=2000)
+        sockets.send(StartFailed(error=ConfigError("--dtype float7: no such type").record()))
+        sockets.close(linger_ms=2000)
+        time.sleep(1)  # as an interpreter with torch in it takes its time to end
         sys.exit(1)
+    if arguments.mode == "loads":
+        print("loading", file=sys.stderr, flush=True)
+        time.sleep(60)
     if arguments.mode == "stuck":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank = FakeRank(config, arguments.rank)
-    outbox.send(from_rank_encoder.encode(rank.ready()))
-    run(rank, inbox, outbox, stuck=arguments.mode == "stuck")
-    context.destroy(linger=1000)
+    sockets.send(rank.ready())
+    run(rank, sockets, stuck=arguments.mode == "stuck")
+    sockets.close(linger_ms=1000)
 
 
 if __name__ == "__main__":

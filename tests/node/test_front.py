@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -11,6 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -19,10 +23,11 @@ import pytest
 
 from common.config import NodeConfig, Role
 from common.errors import ConfigError
-from node.front import bind, ipc_directory
+from node.front import bind
+from node.ipc import ipc_directory, remove_stale
 from node.processes import how_ended, rank_command
-from tests.node.conftest import end, fake_node, is_up, node_config, spawn, wait_for
-from tests.support.stack import free_port
+from tests.node.conftest import FakeNode, end, fake_node, is_up, node_config, spawn, wait_for
+from tests.support.stack import REPO, free_port
 
 SLOW = {"frequency_penalty": 1, "max_new_tokens": 150, "ignore_eos": True}
 
@@ -89,6 +94,20 @@ def test_a_host_that_is_not_ours_is_named(host: str) -> None:
 def test_a_rank_that_cannot_start_says_why(model_path: str, tmp_path: Path) -> None:
     said = fails_to_start(node_config(model_path, Role.UNIFIED), tmp_path / "log", mode="start-failed")
     assert "config_error invalid_config: --dtype float7: no such type" in said
+    assert "does not end by itself" not in said
+
+
+def test_a_signal_while_a_rank_loads_ends_the_node(model_path: str, tmp_path: Path) -> None:
+    process = spawn(node_config(model_path, Role.UNIFIED), tmp_path / "log", mode="loads")
+    try:
+        wait_for(lambda: "loading" in (tmp_path / "log").read_text())
+        (rank,) = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 0 and not is_alive(rank)
+    finally:
+        if process.poll() is None:
+            end(process)
+    assert "does not end by itself" not in (tmp_path / "log").read_text()
 
 
 def test_a_rank_that_dies_before_it_is_ready_is_quoted(model_path: str, tmp_path: Path) -> None:
@@ -103,22 +122,105 @@ def test_a_missing_model_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_streams_ranks_and_front(model_path: str, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_second_signal_ends_streams_ranks_and_front(model_path: str, tmp_path: Path, number: signal.Signals) -> None:
     with fake_node(node_config(model_path, Role.PREFILL), tmp_path / "log", num_ranks=2) as node:
         ranks = node.ranks()
-        body = {"text": ["some text"] * 2, "sampling_params": SLOW, "bootstrap_room": 0}
-        answers: list[httpx.Response] = []
-        client = threading.Thread(target=lambda: answers.append(node.post({**body, "sampling_params": {"min_p": 0.5}})))
-        client.start()
-        wait_for(lambda: node.state(0)["num_running"] == node.state(1)["num_running"] == 1)
-        start = time.monotonic()
-        node.process.send_signal(number)
-        client.join(5)
-        assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutting_down"
+        body = {"text": ["some text"] * 2, "sampling_params": {"min_p": 0.5}, "bootstrap_room": 0}
+        with in_background(lambda: node.post(body)) as answer:
+            wait_for(lambda: node.state(0)["num_running"] == node.state(1)["num_running"] == 1)
+            node.process.send_signal(number)
+            wait_for(lambda: health_code(node) == "draining")
+            start = time.monotonic()
+            node.process.send_signal(number)
+            refused = answer()
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
         assert node.process.wait(5) == 0 and time.monotonic() - start < 3
         assert len(ranks) == 2 and not any(map(is_alive, ranks))
         said = node.log.read_text()
         assert "bootstrap closed" in said and said.count("told to shut down") == 2
+
+
+def test_a_drained_node_answers_what_it_runs_and_refuses_the_rest(model_path: str, tmp_path: Path) -> None:
+    with fake_node(node_config(model_path, Role.UNIFIED), tmp_path / "log") as node:
+        (rank,) = node.ranks()
+        body = {"text": "some text", "sampling_params": {**SLOW, "max_new_tokens": 30}}
+        with in_background(lambda: node.post({**body, "rid": "r"})) as answer, httpx.Client() as kept_alive:
+            wait_for(lambda: kept_alive.get(f"{node.url}/server_info").json()["internal_states"][0]["num_running"] == 1)
+            node.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: health_code(node) == "draining")
+            refused = kept_alive.post(f"{node.url}/generate", json={**body, "rid": "s"})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "draining" and refused.json()["error"]["retryable"] is True
+            assert health_code(node, "/health_generate") == "draining"
+            found = answer()
+        assert found.status_code == 200 and found.json()["meta_info"]["finish_reason"]["type"] == "length"
+        assert node.process.wait(5) == 0 and not is_alive(rank)
+        assert "draining for 30 s at most, 1 sequences run" in node.log.read_text()
+
+
+def test_what_does_not_end_in_time_is_aborted(model_path: str, tmp_path: Path) -> None:
+    config = node_config(model_path, Role.UNIFIED, drain_s=0.5)
+    with fake_node(config, tmp_path / "log") as node:
+        with in_background(lambda: node.post({"text": "a", "sampling_params": {"min_p": 0.5}})) as answer:
+            wait_for(lambda: node.state()["num_running"] == 1)
+            start = time.monotonic()
+            node.process.send_signal(signal.SIGTERM)
+            refused = answer()
+        assert time.monotonic() - start >= 0.5
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+        assert node.process.wait(5) == 0
+        assert "1 sequences did not end in time and are aborted" in node.log.read_text()
+
+
+def test_a_request_that_was_still_coming_in_is_refused(model_path: str, tmp_path: Path) -> None:
+    """Its head came before the signal, its body after it."""
+    with fake_node(node_config(model_path, Role.UNIFIED), tmp_path / "log") as node:
+        with in_background(lambda: node.post({"text": "a", "sampling_params": {"min_p": 0.5}})) as answer:
+            wait_for(lambda: node.state()["num_running"] == 1)
+            body = json.dumps({"text": "a", "sampling_params": {"max_new_tokens": 1}}).encode()
+            with socket.create_connection(("127.0.0.1", int(node.url.rpartition(":")[2]))) as late:
+                late.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body))
+                node.process.send_signal(signal.SIGTERM)
+                wait_for(lambda: health_code(node) == "draining")
+                late.sendall(body)
+                late.settimeout(5)
+                assert b" 503 " in late.recv(100)
+            node.process.send_signal(signal.SIGTERM)
+            assert answer().status_code == 503
+        assert node.process.wait(5) == 0
+
+
+def test_an_idle_node_ends_at_once(model_path: str, tmp_path: Path) -> None:
+    with fake_node(node_config(model_path, Role.UNIFIED), tmp_path / "log") as node, httpx.Client() as kept_alive:
+        assert kept_alive.get(f"{node.url}/health").status_code == 200
+        start = time.monotonic()
+        node.process.send_signal(signal.SIGINT)
+        assert node.process.wait(5) == 0 and time.monotonic() - start < 3
+
+
+def test_draining_does_not_wait_for_a_silent_rank(model_path: str, tmp_path: Path) -> None:
+    """Its requests were told of their failure: nobody waits for them."""
+    with fake_node(node_config(model_path, Role.UNIFIED), tmp_path / "log") as node:
+        (rank,) = node.ranks()
+        with in_background(lambda: node.post({"text": "a", "sampling_params": {"min_p": 0.5}})) as answer:
+            wait_for(lambda: node.state()["num_running"] == 1)
+            rank.suspend()
+            node.process.send_signal(signal.SIGTERM)
+            assert answer().json()["error"]["code"] == "rank_silent"
+        assert node.process.wait(10) == 0 and not is_alive(rank)
+
+
+def health_code(node: FakeNode, path: str = "/health") -> str:
+    response = node.get(path)
+    return "" if response.status_code == 200 else str(response.json()["error"]["code"])
+
+
+@contextmanager
+def in_background(call: Callable[[], httpx.Response]) -> Iterator[Callable[[], httpx.Response]]:
+    """Yields a function that waits for what the call returns."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(call)
+        yield lambda: found.result(20)
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -131,6 +233,8 @@ def test_a_stream_learns_that_the_node_stops(model_path: str, tmp_path: Path) ->
         with httpx.stream("POST", f"{node.url}/generate", json=body, timeout=10) as response:
             lines = (line for line in response.iter_lines() if line)
             next(lines)
+            node.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: health_code(node) == "draining")
             node.process.send_signal(signal.SIGTERM)
             *_, error, done = lines
         assert "shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"]
@@ -247,6 +351,50 @@ def test_the_ipc_directory_is_private_and_goes_away(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("tempfile.tempdir", str(long))
     with ipc_directory() as path, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(str(path / "from_ranks"))
+
+
+def test_what_a_killed_front_left_behind_is_removed_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "import node.ipc, time; c = node.ipc.ipc_directory(); c.__enter__(); print(flush=True); time.sleep(60)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    fronts = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, cwd=REPO)
+        for _ in range(2)
+    ]
+    try:
+        for front in fronts:
+            assert front.stdout is not None
+            front.stdout.readline()
+            front.stdout.close()
+        fronts[0].kill()
+        fronts[0].wait()
+        others = [tmp_path / "tandem-notes", tmp_path / f"tandem-{2**30}", tmp_path / f"tandem-{2**30}-x.y"]
+        for other in others:
+            other.mkdir()
+        elsewhere = (
+            tmp_path / f"tandem-{2**30}-elsewhere"
+        )  # its process is not seen from here, but lives: it holds the lock
+        elsewhere.mkdir()
+        (tmp_path / f"tandem-{2**30}-link").symlink_to(others[0])
+        held = os.open(elsewhere, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with ipc_directory() as ours:
+            kept = {path.name for path in tmp_path.iterdir()}
+            pids = sorted(
+                int(name.split("-")[1]) for name in kept if name.split("-")[1] in map(str, (os.getpid(), fronts[1].pid))
+            )
+            assert pids == sorted([os.getpid(), fronts[1].pid]) and ours.name in kept
+            assert not any(name.startswith(f"tandem-{fronts[0].pid}-") for name in kept)
+            assert {path.name for path in others} | {elsewhere.name, f"tandem-{2**30}-link"} <= kept
+        os.close(held)
+        remove_stale(tmp_path)
+        assert not elsewhere.exists()
+    finally:
+        for front in fronts:
+            front.kill()
+            front.wait()
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import zmq
 
 from common.errors import AbortedError, RequestError, WorkerError
 from common.handoff import RoomAddress
 from common.sampling import FinishReason, LogprobOptions, SamplingParams
-from node.front import ipc_directory
+from node.ipc import RankSockets, ipc_directory
 from node.messages import (
     Abort,
     Failure,
@@ -27,8 +26,6 @@ from node.messages import (
     Submit,
     Update,
     Updates,
-    from_rank_encoder,
-    to_rank_decoder,
 )
 from node.rank_client import MESSAGES_PER_WAKE, Mailbox, RankClient
 
@@ -39,19 +36,16 @@ class SocketRank:
     """The other ends of a client's sockets."""
 
     def __init__(self, ipc_dir: Path, rank: int) -> None:
-        self.context = zmq.Context()
-        self.outbox = self.context.socket(zmq.PUSH)
-        self.outbox.connect(f"ipc://{ipc_dir}/from_ranks")
-        self.inbox = self.context.socket(zmq.PULL)
-        self.inbox.bind(f"ipc://{ipc_dir}/to_rank{rank}")
+        self.sockets = RankSockets(ipc_dir, rank)
 
     def send(self, *messages: FromRank) -> None:
         for message in messages:
-            self.outbox.send(from_rank_encoder.encode(message))
+            self.sockets.send(message)
 
     def receive(self) -> object:
-        assert self.inbox.poll(2000), "nothing came"
-        return to_rank_decoder.decode(self.inbox.recv())
+        message = self.sockets.receive(wait_ms=2000)
+        assert message is not None, "nothing came"
+        return message
 
 
 @pytest.fixture
@@ -63,7 +57,7 @@ async def pair() -> AsyncIterator[tuple[RankClient, SocketRank]]:
         client.add_rank(0, 1234)
         yield client, rank
         client.close()
-        rank.context.destroy(linger=0)
+        rank.sockets.close(linger_ms=0)
 
 
 def ready(pid: int = 1234) -> Ready:
@@ -120,7 +114,7 @@ async def test_all_sequences_start_or_none(pair: tuple[RankClient, SocketRank]) 
         with pytest.raises(RequestError):
             client.submit([submit("b"), bad], Mailbox(), groups=[None, None], rank=None)
     assert client.num_running == 1 and rank.receive() == submit("a", room=5)
-    assert not rank.inbox.poll(50)
+    assert not rank.sockets.inbox.poll(50)
 
 
 async def test_a_sequence_is_running_until_its_rank_says_that_it_ended(pair: tuple[RankClient, SocketRank]) -> None:
@@ -135,7 +129,7 @@ async def test_a_sequence_is_running_until_its_rank_says_that_it_ended(pair: tup
         assert client.num_running == 0
     client.abort(["a", "never heard of"], "why")
     assert [type(rank.receive()) for _ in range(4)] == [Submit, Abort, Submit, Abort]
-    assert not rank.inbox.poll(50)
+    assert not rank.sockets.inbox.poll(50)
 
 
 async def test_what_comes_for_nobody_is_dropped(pair: tuple[RankClient, SocketRank]) -> None:
@@ -210,7 +204,7 @@ async def test_an_abandoned_request_ends_no_later_one_of_the_same_id(pair: tuple
     client.submit([submit("a")], first, groups=[None], rank=None)
     client.abort(["a"], "why", of=second)
     client.abort(["a"], "why", of=first)
-    assert [type(rank.receive()) for _ in range(2)] == [Submit, Abort] and not rank.inbox.poll(50)
+    assert [type(rank.receive()) for _ in range(2)] == [Submit, Abort] and not rank.sockets.inbox.poll(50)
 
 
 async def test_an_id_that_is_being_ended_is_waited_for(pair: tuple[RankClient, SocketRank]) -> None:
@@ -249,7 +243,7 @@ async def watched(pid: int = NOBODY) -> AsyncIterator[tuple[RankClient, SocketRa
             yield client, rank
         finally:
             client.close()
-            rank.context.destroy(linger=0)
+            rank.sockets.close(linger_ms=0)
 
 
 async def until(condition: Callable[[], bool], within_s: float = 3.0) -> None:
@@ -281,7 +275,7 @@ async def test_a_rank_that_answers_pings_is_not_silent() -> None:
     async with watched() as (client, rank):
         for _ in range(10):
             await asyncio.sleep(LIVENESS_S / 4)
-            while rank.inbox.poll(0):
+            while rank.sockets.inbox.poll(0):
                 message = rank.receive()
                 assert isinstance(message, Ping)
                 rank.send(Pong(ticket=message.ticket))

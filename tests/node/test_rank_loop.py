@@ -7,6 +7,7 @@ from typing import cast
 
 import zmq
 
+from node.ipc import RankSockets, ipc_directory
 from node.messages import FromRank, Ping, Pong, Shutdown, from_rank_decoder, to_rank_encoder
 from node.rank import RankLoop, Role, Waker
 
@@ -24,18 +25,19 @@ class IdleRole:
 
 def test_the_loop_answers_pings_itself() -> None:
     context = zmq.Context()
-    ours_in, ours_out, inbox, outbox = (context.socket(kind) for kind in (zmq.PULL, zmq.PUSH, zmq.PULL, zmq.PUSH))
-    inbox.bind("inproc://to_rank")
-    ours_out.connect("inproc://to_rank")
-    ours_in.bind("inproc://from_rank")
-    outbox.connect("inproc://from_rank")
-    loop = threading.Thread(target=RankLoop(cast(Role, IdleRole()), Waker(), inbox, outbox).run)
-    loop.start()
-    for message in (Ping(ticket=7), Ping(ticket=8), Shutdown()):
-        ours_out.send(to_rank_encoder.encode(message))
-    for ticket in (7, 8):
-        assert ours_in.poll(2000)
-        assert from_rank_decoder.decode(ours_in.recv()) == Pong(ticket=ticket)
-    loop.join(5)
-    assert not loop.is_alive()
+    front_in, front_out = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    with ipc_directory() as ipc_dir:
+        front_in.bind(f"ipc://{ipc_dir}/from_ranks")
+        sockets = RankSockets(ipc_dir, 0)
+        front_out.connect(f"ipc://{ipc_dir}/to_rank0")
+        loop = threading.Thread(target=RankLoop(cast(Role, IdleRole()), Waker(), sockets).run)
+        loop.start()
+        for message in (Ping(ticket=7), Ping(ticket=8), Shutdown()):
+            front_out.send(to_rank_encoder.encode(message))
+        for ticket in (7, 8):
+            assert front_in.poll(2000)
+            assert from_rank_decoder.decode(front_in.recv()) == Pong(ticket=ticket)
+        loop.join(5)
+        assert not loop.is_alive()
+        sockets.close(linger_ms=0)
     context.destroy(linger=0)
