@@ -47,10 +47,8 @@ class Sequence:
     pending: tokens that planned steps sample and that are not in output_ids yet. in_flight: planned steps that have not
     landed. released: its memory is to be given back when the last of them has.
     track_target: the position whose state prefill saves; branch_position: what the cache's match asked for.
-    prompt_logprobs: positions `logprobs.start_len` … as far as they are known.
-    tracked: the newest saved state, or the one that a planned step of the prefill saves. spare_slots: what it saved is not
-    wanted, but a hand-off may be reading it; they are freed with the slot.
     num_resumed_tokens: so many of output_ids were made by another rank before it came here.
+    prompt_logprobs: positions `logprobs.start_len` … as far as they are known.
     """
 
     rid: str
@@ -66,8 +64,8 @@ class Sequence:
     checkpoint: Checkpoint | None = None
     slot: int | None = None
     extra_key: str | None = None
-    pending: int = 0
     num_resumed_tokens: int = 0
+    pending: int = 0
     in_flight: int = 0
     released: bool = False
     looked_up: bool = False

@@ -86,9 +86,9 @@ class EngineHost:
             logprobs=message.logprobs,
             arrival_s=message.arrival_s,
             extra_key=message.extra_key,
-        )
             output_ids=list(message.output_ids),
             num_resumed_tokens=len(message.output_ids),
+        )
         self.sequences[message.rid] = sequence
         return sequence
 
