@@ -2,64 +2,77 @@
 `transfer` hands it to another one.
 
 Number 0 of each is reserved: padding rows read and write it, no sequence ever owns it. An owner is any string, as a
-rid; it serves `/debug` and the search for leaks, and decides nothing. Lowest numbers go first, so that a rank with
-little to do touches little memory. Two structures know what is free, the free list and the owners; `check_integrity`
-compares them. Freeing what nobody owns, or taking what is not there, is a bug of this project: AssertionError, and
-nothing is changed.
+rid; with the time since when, it serves `/debug/state` and the search for leaks, and decides nothing. Lowest numbers
+go first, so that a rank with little to do touches little memory. Two structures know what is free, the free list and
+the owners; `check_integrity` compares them. Freeing what nobody owns, or taking what is not there, is a bug of this
+project: AssertionError, and nothing is changed.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
 
+class Holding(NamedTuple):
+    """Who owns an item, and since when (`time.monotonic()`)."""
+
+    owner: str
+    since_s: float
+
+
 class _Owners:
-    """Item → owner, for the items 1 … count - 1."""
+    """Item → who holds it, for the items 1 … count - 1."""
 
     def __init__(self, count: int) -> None:
         assert count >= 2, f"{count} items: number 0 is reserved, so there must be at least 2"
         self.num_usable = count - 1
-        self._owner: dict[int, str] = {}
+        self._held: dict[int, Holding] = {}
 
     @property
     def num_free(self) -> int:
-        return self.num_usable - len(self._owner)
+        return self.num_usable - len(self._held)
 
     def claim(self, items: Iterable[int], owner: str) -> None:
+        holding = Holding(owner, time.monotonic())
         for item in items:
-            assert item not in self._owner, f"{item} is free and owned by {self._owner[item]!r}"
-            self._owner[item] = owner
+            assert item not in self._held, f"{item} is free and owned by {self._held[item].owner!r}"
+            self._held[item] = holding
 
     def release(self, items: Sequence[int]) -> None:
         self._check_owned(items, "freed")
         for item in items:
-            del self._owner[item]
+            del self._held[item]
 
     def transfer(self, items: Sequence[int], owner: str) -> None:
         self._check_owned(items, "transferred")
-        for item in items:
-            self._owner[item] = owner
+        self._held.update(dict.fromkeys(items, Holding(owner, time.monotonic())))
+
+    def holdings(self) -> Mapping[int, Holding]:
+        return MappingProxyType(self._held)
 
     def owned(self) -> dict[str, list[int]]:
         by_owner: dict[str, list[int]] = {}
-        for item in sorted(self._owner):
-            by_owner.setdefault(self._owner[item], []).append(item)
+        for item in sorted(self._held):
+            by_owner.setdefault(self._held[item].owner, []).append(item)
         return by_owner
 
     def _check_owned(self, items: Sequence[int], done: str) -> None:
         assert 0 not in items, f"0 is reserved: never {done}"
         assert len(set(items)) == len(items), f"{done} twice in one call: {sorted(items)}"
-        missing = [item for item in items if item not in self._owner]
+        missing = [item for item in items if item not in self._held]
         assert not missing, f"{done} without an owner: {missing}"
 
     def check(self, free: Sequence[int]) -> None:
         assert len(set(free)) == len(free), f"free more than once: {sorted(free)}"
-        both = sorted(set(free) & self._owner.keys())
+        both = sorted(set(free) & self._held.keys())
         assert not both, f"free and owned: {both}"
-        known = sorted([*free, *self._owner])
+        known = sorted([*free, *self._held])
         assert known == list(range(1, self.num_usable + 1)), f"of 1 … {self.num_usable} only {known} are free or owned"
 
 
@@ -103,6 +116,10 @@ class PageAllocator:
     def transfer(self, pages: Sequence[int], owner: str) -> None:
         """Make `owner` the owner of pages that anybody owns."""
         self._owners.transfer(pages, owner)
+
+    def holdings(self) -> Mapping[int, Holding]:
+        """Page → who holds it; a view, good until the next call that changes anything."""
+        return self._owners.holdings()
 
     def owned(self) -> dict[str, list[int]]:
         """Owner → its pages, ascending."""
@@ -164,7 +181,7 @@ class SlotAllocator:
         return slot
 
     def generation(self, slot: int) -> int:
-        """How many owners this slot has had. A late writer compares it with the one that it started with."""
+        """How many owners this slot has had: `/debug/state` tells a slot's uses apart by it."""
         return self._generations[slot]
 
     def free(self, slot: int) -> None:
@@ -175,6 +192,10 @@ class SlotAllocator:
         """Make `owner` the owner of a slot that anybody owns, and begin the slot's next generation."""
         self._owners.transfer([slot], owner)
         self._generations[slot] += 1
+
+    def holdings(self) -> Mapping[int, Holding]:
+        """Slot → who holds it; a view, good until the next call that changes anything."""
+        return self._owners.holdings()
 
     def owned(self) -> dict[str, list[int]]:
         """Owner → its slots, ascending."""

@@ -26,7 +26,7 @@ One thread calls it. Torch-free: it moves numbers, never bytes. Wrong calls are 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, field
 
 from engine.allocator import PageAllocator, SlotAllocator
@@ -149,6 +149,19 @@ class RadixCache:
     @property
     def num_evictable_slots(self) -> int:
         return len(self._idle_states)
+
+    @property
+    def cached_pages(self) -> Set[int]:
+        return self._cached_pages
+
+    @property
+    def cached_slots(self) -> Set[int]:
+        return self._cached_slots
+
+    @property
+    def locks(self) -> Set[Lock]:
+        """All that were given out and not given back."""
+        return self._locks
 
     # -- looking up and donating -------------------------------------------------------------------
 

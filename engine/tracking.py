@@ -28,8 +28,7 @@ class Tracking:
     """Settings that fit together, made by `resolve_tracking`.
 
     cache_chunk: saved states lie on its multiples; None without a cache. prefill_grid: every piece of a prompt but the
-    last ends on its multiples. track_interval: None when nothing is saved while decoding. track_slots: how many a
-    sequence may hold at a time; with overlap one is written while the other is handed on.
+    last ends on its multiples. track_interval: None when nothing is saved while decoding.
     """
 
     strategy: Strategy
@@ -38,7 +37,6 @@ class Tracking:
     cache_chunk: int | None
     prefill_grid: int
     track_interval: int | None
-    track_slots: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,7 +121,6 @@ def resolve_tracking(
         cache_chunk=(grid if extra else page_size) if radix_cache else None,
         prefill_grid=grid,
         track_interval=track_interval if extra else None,
-        track_slots=(2 if overlap else 1) if extra else 0,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -165,6 +166,17 @@ class TestSlots:
         assert allocator.can_allocate(2) and not allocator.can_allocate(3)
         assert allocator.allocate("d") == 1
         assert allocator.owned() == {"d": [1], "b": [2]}
+
+    def test_a_holding_says_who_and_since_when(self) -> None:
+        allocator = SlotAllocator(3)
+        before = time.monotonic()
+        slot = allocator.allocate("a")
+        (held,) = allocator.holdings().values()
+        assert held.owner == "a" and before <= held.since_s <= time.monotonic()
+        allocator.transfer(slot, "b")
+        assert allocator.holdings()[slot].owner == "b" and allocator.holdings()[slot].since_s >= held.since_s
+        allocator.free(slot)
+        assert not allocator.holdings()
 
     def test_generation_counts_allocations(self) -> None:
         allocator = SlotAllocator(3)

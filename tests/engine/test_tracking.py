@@ -129,21 +129,20 @@ def test_settings_that_fit() -> None:
         cache_chunk=8,
         prefill_grid=8,
         track_interval=24,
-        track_slots=2,
     )
     assert resolve_tracking(**RIGHT) == right
-    assert resolve_tracking(**RIGHT | {"overlap": False}).track_slots == 1
+    assert not resolve_tracking(**RIGHT | {"overlap": False}).overlap
     wide = resolve_tracking(**RIGHT | {"page_size": 16, "track_interval": 16, "chunked_prefill_size": 16})
     assert (wide.cache_chunk, wide.prefill_grid, wide.track_interval) == (16, 16, 16)
     assert resolve_tracking(**RIGHT | {"chunked_prefill_size": -1}) == right
 
 
-def test_no_buffer_has_no_track_slots_and_caches_at_every_token() -> None:
+def test_no_buffer_caches_at_every_token() -> None:
     found = resolve_tracking(**RIGHT | NO_BUFFER)
     assert found.strategy is Strategy.NO_BUFFER
-    assert (found.cache_chunk, found.prefill_grid, found.track_interval, found.track_slots) == (1, 8, None, 0)
+    assert (found.cache_chunk, found.prefill_grid, found.track_interval) == (1, 8, None)
     free = resolve_tracking(**RIGHT | {"strategy": "no_buffer", "radix_cache": False})
-    assert (free.cache_chunk, free.prefill_grid, free.track_slots, free.overlap) == (None, 8, 0, True)
+    assert (free.cache_chunk, free.prefill_grid, free.overlap) == (None, 8, True)
     assert resolve_tracking(**RIGHT | NO_BUFFER | {"track_interval": 5}).track_interval is None
 
 
