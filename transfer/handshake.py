@@ -5,15 +5,45 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from common.config import Verify
 from common.errors import ConfigError, ServingError, TransferError, from_record
+from common.layout import PoolPlacement, StateLayout
 from transfer.channel import MAX_FRAME_BYTES, Channel, is_loopback
 from transfer.messages import PROTOCOL_VERSION, Answer, Challenge, Hello, Message, Proof, Refused
+from transfer.transport import Transport
 
 _NONCE_BYTES = 32
 M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a rank says of itself to every peer. instance: random, of this start of the process."""
+
+    role: str
+    node_id: str
+    verify: Verify
+    layout: StateLayout
+    placements: tuple[PoolPlacement, ...]
+    transport: Transport
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def hello(self) -> Hello:
+        """Call it after all memory is registered: the transport's session may name it."""
+        return Hello(
+            version=PROTOCOL_VERSION,
+            role=self.role,
+            node_id=self.node_id,
+            instance=self.instance,
+            verify=self.verify,
+            layout=self.layout,
+            session=self.transport.session,
+            placements=self.placements,
+        )
 
 
 def read_key(path: str | None) -> bytes | None:

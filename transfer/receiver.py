@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 import threading
 import time
 from collections import Counter
@@ -33,19 +32,17 @@ from common.handoff import HandoffMetadata, RoomAddress
 from common.layout import PoolPlacement, StateLayout
 from transfer.digest import Incoming, StateReader
 from transfer.events import Committed, DecodeEvent, EventQueue, Released, RoomFailed
-from transfer.handshake import brief, read_key
+from transfer.handshake import Identity, brief, read_key
 from transfer.lease import Lease, LeaseState
 from transfer.link import Link, tick_s
 from transfer.loop import LoopThread
 from transfer.messages import (
-    PROTOCOL_VERSION,
     Abort,
     Accepted,
     Commit,
     Decline,
     Drained,
     Failed,
-    Hello,
     Landed,
     Message,
     Open,
@@ -93,10 +90,10 @@ class DecodeTransfer:
     ) -> None:
         """Raises ConfigError when the cluster key cannot be read."""
         self._layout, self._placements = layout, tuple(placements)
-        self._transport, self._config, self._node_id = transport, config, node_id
+        self._transport, self._config = transport, config
         self._reader = StateReader(layout, placements) if config.verify is not Verify.OFF else None
         self._key = read_key(config.cluster_key_file)
-        self._instance = secrets.token_hex(8)
+        self._identity = Identity("decode", node_id, config.verify, layout, self._placements, transport)
         self._events: EventQueue[DecodeEvent] = EventQueue(wake)
         self._lock = threading.RLock()
         self._leases: dict[int, Lease] = {}
@@ -288,12 +285,12 @@ class DecodeTransfer:
         return await _share(self._dials, rank, self._connect)
 
     async def _look_up(self, node: Address) -> Ranks:
-        ranks = await look_up(*node, self._key, self._hello(), self._config.bootstrap_timeout_s)
+        ranks = await look_up(*node, self._key, self._identity.hello(), self._config.bootstrap_timeout_s)
         self._routes[node] = ranks
         return ranks
 
     async def _connect(self, rank: Address) -> Link:
-        channel, theirs = await dial(*rank, self._key, self._hello(), self._config.bootstrap_timeout_s)
+        channel, theirs = await dial(*rank, self._key, self._identity.hello(), self._config.bootstrap_timeout_s)
         link = Link(channel, theirs, self._transport.outbound)
         with self._lock:
             self._links[rank] = link
@@ -305,18 +302,6 @@ class DecodeTransfer:
         log.info("connected to prefill rank %s at %s:%s", theirs.node_id, *rank)
         self._thread.spawn(self._listen(rank, link))
         return link
-
-    def _hello(self) -> Hello:
-        return Hello(
-            version=PROTOCOL_VERSION,
-            role="decode",
-            node_id=self._node_id,
-            instance=self._instance,
-            verify=self._config.verify,
-            layout=self._layout,
-            session=self._transport.session,
-            placements=self._placements,
-        )
 
     # What senders say. On the loop thread.
 

@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
-import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from common.config import TransferConfig, Verify
@@ -31,11 +28,10 @@ from common.layout import PoolPlacement, StateKind, StateLayout
 from transfer.channel import Channel
 from transfer.digest import StateReader
 from transfer.events import EventQueue, Offer, PrefillEvent, Released, RoomDeclined, RoomFailed, RoomOpened, Sent
-from transfer.handshake import brief, read_key
+from transfer.handshake import Identity, brief, read_key
 from transfer.link import Link, tick_s
 from transfer.loop import LoopThread
 from transfer.messages import (
-    PROTOCOL_VERSION,
     Abort,
     Accepted,
     Decline,
@@ -49,6 +45,7 @@ from transfer.messages import (
 )
 from transfer.plan import batches
 from transfer.posting import Finish, Job, Pages, Posting, State
+from transfer.room import Peer, Room, RoomState
 from transfer.server import FrameServer
 from transfer.transport import Block, Transport
 
@@ -57,39 +54,6 @@ log = logging.getLogger(__name__)
 MAX_WRITE_BYTES = 32 << 20
 ROOM_LIMIT = 2**63
 GREETINGS, GREETING_BYTES = 3, 4096
-
-
-@dataclass(slots=True)
-class _Peer:
-    """One decode rank: its connection and the worker that writes to it."""
-
-    link: Link
-    jobs: queue.SimpleQueue[tuple[_Room, Job] | None] = field(default_factory=queue.SimpleQueue)
-
-
-@dataclass(slots=True)
-class _Room:
-    """rid: of the prefill leg, once it expects the room. open, peer: once decode has opened it. declined: it will not.
-
-    waiting: jobs that came before that. busy: the worker is at it. unsure: a write was begun and not seen to end well,
-    so some of it may still land. nth: counts rooms, for injected faults.
-    """
-
-    room: int
-    nth: int
-    deadline_s: float | None
-    waiting_for: str
-    rid: str | None = None
-    open: Open | None = None
-    peer: _Peer | None = None
-    declined: bool = False
-    waiting: list[Job] = field(default_factory=list)
-    busy: bool = False
-    failed: ServingError | None = None
-    unsure: bool = False
-    posting: Posting | None = None
-    compute_end_s: float = 0.0
-    committed: bool = False
 
 
 class PrefillTransfer:
@@ -111,19 +75,21 @@ class PrefillTransfer:
     ) -> None:
         """Raises ConfigError when the cluster key cannot be read or the port cannot be had."""
         self._layout, self._placements = layout, tuple(placements)
-        self._transport, self._config, self._node_id = transport, config, node_id
+        self._transport, self._config = transport, config
         self._reader = StateReader(layout, placements) if config.verify is not Verify.OFF else None
-        self._instance = secrets.token_hex(8)
+        self._identity = Identity("prefill", node_id, config.verify, layout, self._placements, transport)
         self._events: EventQueue[PrefillEvent] = EventQueue(wake)
         self._lock = threading.RLock()
-        self._rooms: dict[int, _Room] = {}
-        self._peers: list[_Peer] = []
+        self._rooms: dict[int, Room] = {}
+        self._peers: list[Peer] = []
         self._workers: set[threading.Thread] = set()
         self._unsure: set[tuple[str, int]] = set()
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         key = read_key(config.cluster_key_file)
-        self._server = FrameServer(config.host, port, key, self._hello, config.bootstrap_timeout_s, self._serve)
+        self._server = FrameServer(
+            config.host, port, key, self._identity.hello, config.bootstrap_timeout_s, self._serve
+        )
         self._thread = LoopThread("transfer-prefill")
         try:
             self._thread.run(self._server.start(), config.bootstrap_timeout_s)
@@ -142,16 +108,15 @@ class PrefillTransfer:
         """The prefill leg is here; decode has `deadline_s` seconds to open the room. Raises RequestError (in use)."""
         assert 0 <= room < ROOM_LIMIT, f"room {room}"
         with self._lock:
-            entry = self._rooms.get(room)
-            if entry is None:
-                entry = self._add(room, deadline_s, "decode to open the room")
-            elif entry.rid is not None or entry.failed:
+            entry = self._rooms.get(room) or self._add(room, RoomState.EXPECTED, deadline_s, "decode to open the room")
+            if entry.rid is not None or not entry.live:
                 raise RequestError(f"room {room} is in use", code="room_in_use", param="bootstrap_room")
             entry.rid = rid
-            if entry.declined:
-                self._end_declined(entry)
-            elif entry.open is not None:
-                self._begin(entry)
+            match entry.state:
+                case RoomState.DECLINED:
+                    self._end_declined(entry)
+                case RoomState.OFFERED:
+                    self._begin(entry)
 
     def send_pages(self, room: int, first_page_index: int, src_pages: Sequence[int]) -> None:
         """KV of prompt pages first_page_index … is complete in `src_pages`. Calls are in the order of the prompt."""
@@ -181,10 +146,9 @@ class PrefillTransfer:
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
-            states = Counter(_state(entry) for entry in self._rooms.values())
             return {
                 "transport": self._transport.name,
-                "rooms": dict(states),
+                "rooms": dict(Counter(entry.state.value for entry in self._rooms.values())),
                 "rooms_total": dict(self._counts),
                 "bytes": dict(self._bytes),
                 "peers": [peer.link.peer.node_id for peer in self._peers],
@@ -211,16 +175,17 @@ class PrefillTransfer:
 
     # Rooms. All of these need the lock.
 
-    def _add(self, room: int, timeout_s: float, waiting_for: str) -> _Room:
+    def _add(self, room: int, state: RoomState, timeout_s: float, waiting_for: str) -> Room:
         nth = self._counts["started"]
         self._counts["started"] += 1
-        entry = _Room(room, nth, time.monotonic() + timeout_s, waiting_for)
+        entry = Room(room, nth, state, time.monotonic() + timeout_s, waiting_for)
         self._rooms[room] = entry
         return entry
 
-    def _begin(self, entry: _Room) -> None:
+    def _begin(self, entry: Room) -> None:
         """Both legs are here."""
         assert entry.open is not None and entry.peer is not None
+        entry.move(RoomState.OPEN)
         entry.deadline_s = None
         theirs = entry.peer.link.peer.placements
         entry.posting = Posting(self._layout, self._placements, theirs, entry.open, self._reader, self._config.verify)
@@ -232,7 +197,7 @@ class PrefillTransfer:
             entry.peer.jobs.put((entry, job))
         entry.waiting.clear()
 
-    def _end_declined(self, entry: _Room) -> None:
+    def _end_declined(self, entry: Room) -> None:
         """The prefill leg is here and decode does not need it."""
         self._counts["declined"] += 1
         self._events.put(RoomDeclined(entry.room))
@@ -241,25 +206,26 @@ class PrefillTransfer:
     def _submit(self, room: int, job: Job) -> None:
         with self._lock:
             entry = self._rooms.get(room)
-            if entry is None or entry.failed:
+            if entry is None or not entry.live:
                 return  # it failed; the event is on its way
             if isinstance(job, Finish):
                 entry.compute_end_s = time.monotonic()
-                if entry.peer is not None:
-                    self._set_transfer_deadline(entry)
-            if entry.peer is None or entry.rid is None:
+            if entry.state is RoomState.EXPECTED:
                 entry.waiting.append(job)
-            else:
-                entry.peer.jobs.put((entry, job))
+                return
+            assert entry.peer is not None, f"room {room}: a job for a room that is {entry.state}"
+            if isinstance(job, Finish):
+                self._set_transfer_deadline(entry)
+            entry.peer.jobs.put((entry, job))
 
-    def _set_transfer_deadline(self, entry: _Room) -> None:
+    def _set_transfer_deadline(self, entry: Room) -> None:
         entry.deadline_s = time.monotonic() + self._config.transfer_timeout_s
         entry.waiting_for = "the transfer"
 
-    def _fail(self, entry: _Room, error: ServingError, *, tell: bool = True) -> None:
-        if entry.failed:
+    def _fail(self, entry: Room, error: ServingError, *, tell: bool = True) -> None:
+        if not entry.live:
             return
-        entry.failed = error
+        entry.move(RoomState.DRAINING)
         entry.deadline_s = None
         log.warning("room %s failed: %s", entry.room, brief(error))
         if entry.open is not None and entry.peer is not None and tell:
@@ -268,9 +234,9 @@ class PrefillTransfer:
             self._events.put(RoomFailed(entry.room, error))
         self._settle(entry)
 
-    def _settle(self, entry: _Room) -> None:
+    def _settle(self, entry: Room) -> None:
         """Release a failed room once its worker has let go of it."""
-        if entry.busy or not entry.failed:
+        if entry.busy or entry.state is not RoomState.DRAINING:
             return
         if entry.open is not None and entry.peer is not None:
             if entry.unsure:
@@ -280,30 +246,19 @@ class PrefillTransfer:
         self._counts["failed"] += 1
         self._remove(entry)
 
-    def _remove(self, entry: _Room) -> None:
+    def _remove(self, entry: Room) -> None:
+        entry.move(RoomState.RELEASED)
         del self._rooms[entry.room]
         if entry.rid is not None:
             self._events.put(Released(entry.room))
 
     # The loop thread: what decode ranks say.
 
-    def _hello(self) -> Hello:
-        return Hello(
-            version=PROTOCOL_VERSION,
-            role="prefill",
-            node_id=self._node_id,
-            instance=self._instance,
-            verify=self._config.verify,
-            layout=self._layout,
-            session=self._transport.session,
-            placements=self._placements,
-        )
-
     async def _serve(self, channel: Channel, hello: Hello) -> None:
         """One decode rank, from its hello to the end of its connection."""
         if len(hello.placements) != len(self._layout.pools) or not hello.session:
             raise TransferError(f"{hello.node_id} did not say where its pools are", code="protocol_error")
-        peer = _Peer(Link(channel, hello, self._transport.outbound))
+        peer = Peer(Link(channel, hello, self._transport.outbound))
         worker = threading.Thread(target=self._work, args=(peer,), name=f"transfer-to-{hello.node_id}", daemon=True)
         worker.start()
         self._workers = {each for each in self._workers if each.is_alive()} | {worker}
@@ -315,7 +270,7 @@ class PrefillTransfer:
         finally:
             self._lose(peer)
 
-    def _handle(self, peer: _Peer, message: Message) -> None:
+    def _handle(self, peer: Peer, message: Message) -> None:
         with self._lock:
             match message:
                 case Open():
@@ -331,38 +286,39 @@ class PrefillTransfer:
                 case _:
                     raise TransferError(f"unexpected {type(message).__name__} from decode", code="protocol_error")
 
-    def _opened(self, peer: _Peer, message: Open) -> None:
+    def _opened(self, peer: Peer, message: Open) -> None:
         refusal = self._refusal(peer.link.peer, message)
         if refusal is not None:
             peer.link.channel.send(Failed(room=message.room, lease=message.lease, error=refusal.record()))
             peer.link.channel.send(Drained(room=message.room, lease=message.lease))
             return
-        entry = self._rooms.get(message.room)
-        if entry is None:
-            entry = self._add(message.room, self._config.bootstrap_timeout_s, "the prefill leg")
+        entry = self._rooms.get(message.room) or self._add_early(message.room, RoomState.OFFERED)
         entry.open, entry.peer = message, peer
-        if entry.rid is not None:
+        if entry.state is RoomState.EXPECTED:
             compute_ended = any(isinstance(job, Finish) for job in entry.waiting)
             self._begin(entry)
             if compute_ended:
                 self._set_transfer_deadline(entry)
 
+    def _add_early(self, room: int, state: RoomState) -> Room:
+        """Decode speaks of a room whose prefill leg is not here yet."""
+        return self._add(room, state, self._config.bootstrap_timeout_s, "the prefill leg")
+
     def _declined(self, message: Decline) -> None:
-        entry = self._rooms.get(message.room)
-        if entry is None:
-            entry = self._add(message.room, self._config.bootstrap_timeout_s, "the prefill leg")
-        if entry.open is not None or entry.failed:
-            log.warning("room %s (%s) was declined when it was open or over", message.room, message.rid)
-            self._fail(entry, TransferError(f"room {entry.room} was opened and declined", code="protocol_error"))
-            return
-        entry.declined = True
-        if entry.rid is not None:
-            self._end_declined(entry)
+        entry = self._rooms.get(message.room) or self._add_early(message.room, RoomState.DECLINED)
+        match entry.state:
+            case RoomState.EXPECTED:
+                self._end_declined(entry)
+            case RoomState.DECLINED:
+                pass
+            case _:
+                log.warning("room %s (%s) was declined when it was %s", message.room, message.rid, entry.state)
+                self._fail(entry, TransferError(f"room {entry.room} was opened and declined", code="protocol_error"))
 
     def _refusal(self, hello: Hello, message: Open) -> ServingError | None:
         """Why this room cannot be opened, if so."""
         entry = self._rooms.get(message.room)
-        if entry is not None and (entry.open is not None or entry.declined or entry.failed):
+        if entry is not None and entry.state is not RoomState.EXPECTED:
             return RequestError(f"room {message.room} is in use", code="room_in_use", param="bootstrap_room")
         if not 0 <= message.room < ROOM_LIMIT or not 0 <= message.num_cached_pages <= len(message.pages):
             return RequestError(f"room {message.room}: the offer makes no sense", code="bad_offer")
@@ -377,33 +333,33 @@ class PrefillTransfer:
 
     def _accepted(self, message: Accepted) -> None:
         entry = self._rooms.get(message.room)
-        if entry is None or entry.open is None or entry.open.lease != message.lease or entry.failed:
+        if entry is None or entry.open is None or entry.open.lease != message.lease or not entry.live:
             return  # it crossed our own Failed
-        if not entry.committed or entry.posting is None:
+        if entry.state is not RoomState.CONFIRMING or entry.posting is None:
             raise TransferError(f"room {entry.room} was accepted before it was committed", code="protocol_error")
         self._counts["sent"] += 1
         self._bytes.update(entry.posting.bytes_by_part)
         self._events.put(Sent(entry.room, entry.posting.bytes_by_part, time.monotonic() - entry.compute_end_s))
         self._remove(entry)
 
-    def _aborted(self, peer: _Peer, message: Abort) -> None:
+    def _aborted(self, peer: Peer, message: Abort) -> None:
         """Decode gave up. A room that we do not know (any more) has nothing in flight, unless a write of it failed."""
         entry = self._rooms.get(message.room)
         instance = peer.link.peer.instance
-        if entry is not None and _is_lease(entry, instance, message.lease):
+        if entry is not None and entry.is_lease(instance, message.lease):
             entry.peer = peer  # it may have re-connected
             self._fail(entry, from_record(message.error), tell=False)
         elif (instance, message.lease) not in self._unsure:
             peer.link.channel.send(Drained(room=message.room, lease=message.lease))
 
-    def _lose(self, peer: _Peer) -> None:
+    def _lose(self, peer: Peer) -> None:
         error = WorkerError(f"decode rank {peer.link.peer.node_id} is gone", code="peer_lost")
         with self._lock:
             self._peers.remove(peer)
             self._fail_all(peer, error)
         peer.jobs.put(None)
 
-    def _fail_all(self, peer: _Peer, error: ServingError) -> None:
+    def _fail_all(self, peer: Peer, error: ServingError) -> None:
         for entry in [entry for entry in self._rooms.values() if entry.peer is peer]:
             self._fail(entry, error)
 
@@ -423,10 +379,11 @@ class PrefillTransfer:
                 name = peer.link.peer.node_id
                 self._fail_all(peer, WorkerError(f"decode rank {name} was silent for {waited} s", code="peer_silent"))
         for entry in [e for e in self._rooms.values() if e.deadline_s is not None and e.deadline_s < now]:
-            if entry.declined:
+            if entry.state is RoomState.DECLINED:
                 self._remove(entry)  # nobody came for it
                 continue
-            code = "transfer_timeout" if entry.rid and entry.open else "bootstrap_timeout"
+            early = entry.state in (RoomState.EXPECTED, RoomState.OFFERED)
+            code = "bootstrap_timeout" if early else "transfer_timeout"
             self._fail(entry, TransferError(f"room {entry.room}: timed out waiting for {entry.waiting_for}", code=code))
 
     def _any_busy(self) -> bool:
@@ -435,9 +392,9 @@ class PrefillTransfer:
 
     # The worker of one decode rank.
 
-    def _work(self, peer: _Peer) -> None:
+    def _work(self, peer: Peer) -> None:
         self._greet(peer)
-        ahead: tuple[_Room, Job] | None = None
+        ahead: tuple[Room, Job] | None = None
         while True:
             first = ahead or peer.jobs.get()
             if first is None:
@@ -456,7 +413,7 @@ class PrefillTransfer:
                 jobs.append(following[1])
             self._perform(entry, jobs)
 
-    def _greet(self, peer: _Peer) -> None:
+    def _greet(self, peer: Peer) -> None:
         """Open the data connections by writing the reserved page or slot 0 of the first pool, which nobody reads.
 
         The first write to a peer is slow, and where a dead process had the same session it fails, once.
@@ -471,10 +428,10 @@ class PrefillTransfer:
             else:
                 return
 
-    def _perform(self, entry: _Room, jobs: Sequence[Job]) -> None:
+    def _perform(self, entry: Room, jobs: Sequence[Job]) -> None:
         """Write what the jobs name, then commit if they say so; a failure ends the room."""
         with self._lock:
-            if entry.failed:
+            if not entry.live:
                 return
             entry.busy = True
         error: ServingError | None = None
@@ -487,18 +444,18 @@ class PrefillTransfer:
             error = TransferError(f"internal error in the transfer of room {entry.room}: {bug}", code="internal")
         with self._lock:
             entry.busy = False
-            if error is not None and not entry.failed:
+            if error is not None and entry.live:
                 self._fail(entry, error)
             else:
                 self._settle(entry)
 
-    def _write(self, entry: _Room, jobs: Sequence[Job]) -> None:
+    def _write(self, entry: Room, jobs: Sequence[Job]) -> None:
         """Write, hash while the bytes are on their way, then commit; if there is more to come, say what has landed."""
         posting, peer = entry.posting, entry.peer
         assert posting is not None and peer is not None
         blocks = [block for job in jobs for block in posting.add(job)]
         for batch in batches(blocks, MAX_WRITE_BYTES):
-            if entry.failed:
+            if not entry.live:
                 return
             entry.unsure = True
             wait = self._transport.begin(peer.link.peer.session, batch, entry.nth)
@@ -510,33 +467,16 @@ class PrefillTransfer:
         posting.hash()
         if isinstance(jobs[-1], Finish):
             self._send_commit(entry, posting)
-        elif blocks and self._reader is not None and not entry.failed:
+        elif blocks and self._reader is not None and entry.live:
             peer.link.channel.send(posting.landed())
 
-    def _send_commit(self, entry: _Room, posting: Posting) -> None:
+    def _send_commit(self, entry: Room, posting: Posting) -> None:
         """The last word: every write has completed."""
         payload = self._transport.metadata(posting.payload, entry.nth)
         commit = posting.commit(payload or b"", time.monotonic() - entry.compute_end_s)
         with self._lock:
-            if entry.failed or entry.peer is None:
+            if not entry.live or entry.peer is None:
                 return
-            entry.committed = True
+            entry.move(RoomState.CONFIRMING)
             if payload is not None:
                 entry.peer.link.channel.send(commit)
-
-
-def _is_lease(entry: _Room, instance: str, lease: int) -> bool:
-    """Whether the room was opened by this decode rank, under this lease."""
-    if entry.peer is None or entry.open is None:
-        return False
-    return entry.peer.link.peer.instance == instance and entry.open.lease == lease
-
-
-def _state(entry: _Room) -> str:
-    if entry.failed:
-        return "draining"
-    if entry.declined:
-        return "declined"
-    if entry.rid is None or entry.open is None:
-        return "waiting"
-    return "confirming" if entry.committed else "sending" if entry.busy else "open"

@@ -455,7 +455,7 @@ def test_declining_an_open_room_fails_that_room_alone(
         open_room(p, d, 1)
     else:
         d.transfer.open(p.address(1), "r", THERE, SLOT_THERE)
-        d.until(lambda: p.transfer.stats()["rooms"].get("waiting"))
+        d.until(lambda: p.transfer.stats()["rooms"].get("offered"))
     other.transfer.decline(p.address(1), "r")
     assert d.wait_for(RoomFailed, 1, 1).error.code == "protocol_error"
     d.wait_for(Released, 1, 1)
@@ -476,10 +476,11 @@ class Gated(LoopbackTransport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = threading.Event()
+        self.gate, self.reached = threading.Event(), threading.Event()
 
     def write(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> None:
         if blocks[0].part != "greeting":
+            self.reached.set()
             assert self.gate.wait(5)
         super().write(session, blocks, nth_room)
 
@@ -489,7 +490,7 @@ def test_declining_a_room_that_has_failed_changes_nothing(config: Config, prefil
     p, d, other = prefill(config(), transport=Gated()), decode(config()), decode(config(), node_id="decode-1")
     open_room(p, d)
     p.send(1, HERE, SLOT_HERE)
-    d.until(lambda: p.transfer.stats()["rooms"] == {"sending": 1})
+    assert p.transport.reached.wait(5)
     d.transfer.abort(1, TransferError("no more"))
     p.wait_for(RoomFailed, 1, 0.5)
     other.transfer.decline(p.address(1), "r")

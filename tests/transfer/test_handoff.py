@@ -60,7 +60,7 @@ def test_bytes_arrive_as_they_were(config: Config, prefill: Make, decode: Make, 
 def test_open_may_come_first(config: Config, prefill: Make, decode: Make) -> None:
     p, d = prefill(config()), decode(config())
     d.transfer.open(p.address(1), "r", THERE, 2)
-    d.until(lambda: p.transfer.stats()["rooms"] == {"waiting": 1})
+    d.until(lambda: p.transfer.stats()["rooms"] == {"offered": 1})
     assert p.pump() == []
     p.transfer.expect(1, "r", 5)
     p.wait_for(RoomOpened, 1)
