@@ -189,9 +189,11 @@ NODE_SETTINGS = (
     Setting("faults", "flip", ("--fault-flip",), _PARTS, "Tests: flip a byte of this part", roles=()),
     Setting("faults", "zero", ("--fault-zero",), _PARTS, "Tests: write zeros in place of this part", roles=()),
     Setting("faults", "drop", ("--fault-drop",), _PARTS, "Tests: do not write this part", roles=()),
+    Setting("faults", "fail", ("--fault-fail",), _PARTS[:-1], "Tests: writing this part fails", roles=()),
     Setting("faults", "every", ("--fault-every",), int, "Tests: only in every n-th room", roles=()),
     Setting("faults", "delay_s", ("--fault-delay",), float, "Tests: seconds before each write", roles=()),
     Setting("faults", "bandwidth_bytes_s", ("--fault-bandwidth",), float, "Tests: bytes a second", roles=()),
+    Setting("faults", "file", ("--fault-file",), str, "Tests: JSON of these, in force while it is there", roles=()),
 )
 
 

@@ -76,15 +76,19 @@ class LoopbackFaults(msgspec.Struct, frozen=True, kw_only=True):
     """Faults that the loopback transport injects on purpose (tests). Parts are kv, conv, ssm, track, metadata.
 
     flip: flip one byte of this part of every `every`-th room. zero: write zeros in place of this part.
-    drop: do not write this part. delay_s: added before each write. bandwidth_bytes_s: pace of the link, 0 = unlimited.
+    drop: do not write this part. fail: writing this part (not metadata) fails. delay_s: added before each write.
+    bandwidth_bytes_s: pace of the link, 0 = unlimited. file: JSON of these settings, which hold in place of the others
+    for as long as it is there; looked at before each write.
     """
 
     flip: str | None = None
     zero: str | None = None
     drop: str | None = None
+    fail: str | None = None
     every: int = 1
     delay_s: float = 0.0
     bandwidth_bytes_s: float = 0.0
+    file: str | None = None
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from common.config import LoopbackFaults
 from common.errors import TransferError
 from transfer.transport import Block
@@ -32,13 +34,38 @@ class _Range(NamedTuple):
     local: int
 
 
+class _FaultSource:
+    """Which faults hold now: those given, or while their `file` is there, those in it."""
+
+    def __init__(self, given: LoopbackFaults) -> None:
+        self._given = given
+        self._read = given
+        self._version: tuple[int, int] | None = None
+
+    def now(self) -> LoopbackFaults:
+        """Raises TransferError when the file makes no sense."""
+        if self._given.file is None:
+            return self._given
+        path = Path(self._given.file)
+        try:
+            stat = path.stat()
+            if self._version != (stat.st_ino, stat.st_mtime_ns):
+                self._read = msgspec.json.decode(path.read_bytes(), type=LoopbackFaults)
+                self._version = (stat.st_ino, stat.st_mtime_ns)
+        except FileNotFoundError:
+            return self._given
+        except (OSError, msgspec.MsgspecError) as error:
+            raise TransferError(f"--fault-file {path}: {error}", code="bad_faults") from error
+        return self._read
+
+
 class LoopbackTransport:
     """Copies with memmove. Works inside one process and between processes of one user on one host."""
 
     name = "loopback"
 
     def __init__(self, faults: LoopbackFaults = LoopbackFaults()) -> None:  # noqa: B008 (frozen)
-        self._faults = faults
+        self._faults = _FaultSource(faults)
         self._lock = threading.Lock()
         self._buffers: list[mmap.mmap] = []
         self._own: list[_Range] = []
@@ -70,19 +97,21 @@ class LoopbackTransport:
             self._own = [r for r in self._own if r.address != address]
 
     def write(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> None:
-        ranges = self._reach(session)
-        if self._faults.delay_s:
-            time.sleep(self._faults.delay_s)
-        hit = nth_room % self._faults.every == 0
-        flip = self._faults.flip if hit else None
+        ranges, faults = self._reach(session), self._faults.now()
+        if faults.delay_s:
+            time.sleep(faults.delay_s)
+        hit = nth_room % max(1, faults.every) == 0
+        flip = faults.flip if hit else None
         for block in blocks:
             target = _locate(ranges, block)
-            if hit and block.part == self._faults.drop:
+            if hit and block.part == faults.fail:
+                raise TransferError(f"writing {block.part} failed on purpose", code="write_failed")
+            if hit and block.part == faults.drop:
                 continue
-            if hit and block.part == self._faults.zero:
+            if hit and block.part == faults.zero:
                 ctypes.memset(target, 0, block.nbytes)
                 continue
-            self._copy(target, block)
+            _copy(target, block, faults.bandwidth_bytes_s)
             if block.part == flip:
                 _flip(target + block.nbytes // 2)
                 flip = None
@@ -93,13 +122,14 @@ class LoopbackTransport:
         return lambda: None
 
     def metadata(self, payload: bytes, nth_room: int = 0) -> bytes | None:
-        if nth_room % self._faults.every:
+        faults = self._faults.now()
+        if nth_room % max(1, faults.every):
             return payload
-        if self._faults.drop == "metadata":
+        if faults.drop == "metadata":
             return None
-        if self._faults.zero == "metadata":
+        if faults.zero == "metadata":
             return bytes(len(payload))
-        if self._faults.flip == "metadata":
+        if faults.flip == "metadata":
             middle = len(payload) // 2
             return payload[:middle] + bytes([payload[middle] ^ 1]) + payload[middle + 1 :]
         return payload
@@ -118,16 +148,6 @@ class LoopbackTransport:
                 if owned.fd >= 0:
                     os.close(owned.fd)
             self._own, self._buffers, self._peers, self._mapped = [], [], {}, []
-
-    def _copy(self, target: int, block: Block) -> None:
-        """memmove, in steps at the pace of the link when it has one."""
-        pace = self._faults.bandwidth_bytes_s
-        step = _PACE_BYTES if pace else block.nbytes
-        for offset in range(0, block.nbytes, step):
-            nbytes = min(step, block.nbytes - offset)
-            if pace:
-                time.sleep(nbytes / pace)
-            ctypes.memmove(target + offset, block.src + offset, nbytes)
 
     def _reach(self, session: str) -> tuple[_Range, ...]:
         with self._lock:
@@ -161,6 +181,16 @@ class LoopbackTransport:
             os.close(opened)
         self._mapped.append(mapped)
         return _Range(fd, address, nbytes, _address(mapped))
+
+
+def _copy(target: int, block: Block, pace_bytes_s: float) -> None:
+    """memmove, in steps at the pace of the link when it has one."""
+    step = _PACE_BYTES if pace_bytes_s else block.nbytes
+    for offset in range(0, block.nbytes, step):
+        nbytes = min(step, block.nbytes - offset)
+        if pace_bytes_s:
+            time.sleep(nbytes / pace_bytes_s)
+        ctypes.memmove(target + offset, block.src + offset, nbytes)
 
 
 def _locate(ranges: Sequence[_Range], block: Block) -> int:
