@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from node.messages import Failure
 from node.rank_client import Mailbox, RankClient
 from node.requests import GenerateRequest
 from node.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 class Exchange:
@@ -54,6 +57,7 @@ class Exchange:
             self._answers[item.rid].feed(item)
             if item.finish is not None:
                 self._unfinished.discard(item.rid)
+                log.debug("%s has ended: %s", item.rid, item.finish.type)
         return list(dict.fromkeys(item.rid for item in items))
 
     async def result(self) -> dict[str, Any] | list[dict[str, Any]]:
