@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -190,6 +191,38 @@ def doctor(model_path: str, port: tuple[int, ...]) -> None:
     from cli.doctor import run
 
     sys.exit(run(model_path, port))
+
+
+@tandem.command()
+@click.option("--seconds", type=float, default=120.0, show_default=True, help="How long faults are injected")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of plan and load; the same one, the same plan")
+@click.option("--transport", type=click.Choice(["mooncake", "loopback"]), default="loopback", show_default=True)
+@click.option("--verify", type=click.Choice(["off", "digest", "full"]), default="digest", show_default=True)
+@click.option(
+    "--fault",
+    "kinds",
+    multiple=True,
+    metavar="KIND",
+    help="Only these faults; may be given several times. All that the transport can do by default",
+)
+@click.option("--concurrency", type=int, default=6, show_default=True, help="Clients")
+@click.option("--rate", type=float, default=10.0, show_default=True, help="Requests begun a second at most")
+@click.option("--liveness-timeout", "liveness_s", type=float, default=3.0, show_default=True, help="Of all processes")
+@click.option(
+    "--margin", "margin_s", type=float, default=20.0, show_default=True, help="Silence allowed beyond that, seconds"
+)
+@click.option(
+    "--settle-timeout", "settle_s", type=float, default=30.0, show_default=True, help="Seconds until all is free again"
+)
+@click.option("--model-path", default=str(BUNDLED_MODEL), show_default="the bundled tandem-mini")
+@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write the findings here, as JSON")
+@click.option("--logs", type=click.Path(path_type=Path, file_okay=False), help="Folder for the processes' logs")
+def chaos(**values: Any) -> None:
+    """Two prefill and two decode nodes under load, with faults on purpose; exits 1 when anything goes wrong."""
+    from cli.chaos.options import chaos_options
+    from cli.chaos.run import chaos as run
+
+    sys.exit(run(chaos_options(values)))
 
 
 @tandem.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
