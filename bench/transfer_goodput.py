@@ -31,8 +31,8 @@ from common.layout import PoolLayout, PoolPlacement, StateKind, StateLayout
 from common.sampling import TokenLogprob
 from transfer import BootstrapServer, Committed, DecodeTransfer, PrefillTransfer, Released, RoomOpened, open_transport
 from transfer.loop import LoopThread
-from transfer.plan import plan_pages, plan_slot
-from transfer.transport import Transport
+from transfer.plan import all_layers, plan_pages, plan_slot
+from transfer.transport import Block, Transport
 
 PROMPT_TOKENS, PAGE_SIZE = 1500, 16
 NUM_PAGES = -(-PROMPT_TOKENS // PAGE_SIZE)
@@ -151,6 +151,20 @@ def sender(config: TransferConfig) -> None:
     transfer.close()
 
 
+def blocks_of(
+    layout: StateLayout,
+    mine: Sequence[PoolPlacement],
+    theirs: Sequence[PoolPlacement],
+    pages: Sequence[int],
+    their_pages: Sequence[int],
+) -> list[Block]:
+    """What a hand-off of these pages and of slot 1, into slot 2, writes."""
+    everywhere = all_layers(layout)
+    pairs = list(zip(pages, their_pages, strict=True))
+    blocks = plan_pages(layout, mine, theirs, pairs, everywhere)
+    return blocks + plan_slot(layout, mine, theirs, (1, 2), everywhere, track=False)
+
+
 def raw(
     layout: StateLayout,
     transport: Transport,
@@ -161,8 +175,7 @@ def raw(
     their_pages: Sequence[int],
 ) -> float:
     """Seconds that one batch of the same blocks takes; making the list is not counted."""
-    blocks = plan_pages(layout, mine, theirs, list(zip(pages, their_pages, strict=True)))
-    blocks += plan_slot(layout, mine, theirs, (1, 2), track=False)
+    blocks = blocks_of(layout, mine, theirs, pages, their_pages)
     sources, targets, sizes, _ = (list(column) for column in zip(*blocks, strict=True))
     engine = transport._engine  # type: ignore[attr-defined]
     started = time.monotonic()
@@ -255,8 +268,7 @@ def compare(receiver: Receiver, run: int, rounds: int) -> dict[str, Any]:
             raws.append(raw_s)
             queued.append(tandem_s[0])
             seen.append(tandem_s[1])
-    blocks = plan_pages(receiver.layout, receiver.places, receiver.places, list(zip(theirs, mine, strict=True)))
-    blocks += plan_slot(receiver.layout, receiver.places, receiver.places, (1, 2), track=False)
+    blocks = blocks_of(receiver.layout, receiver.places, receiver.places, theirs, mine)
     return {
         "pages": f"runs of {run}" if run else "one run",
         "blocks": len(blocks),

@@ -8,7 +8,7 @@ prefill rows as given. Logits come back in the order in which the rows were give
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,10 @@ from torch import Tensor
 from engine.ops.attention import DecodeSpan, PrefillSpan
 from engine.ops.slots import SlotIndex, index_slots
 from engine.tracking import Boundary
+
+OnLayer = Callable[[int], None]
+"""Called in the thread that computes, with the number of each layer that a step is done with, in order: its pages and
+slots then hold what the step leaves there, and so do its track slots, but for those of rows that decode."""
 
 # Decode rows are padded to one rectangle while it stays this small; larger ones are cheaper row by row, in the cache.
 _RECTANGLE_TOKENS = 8192

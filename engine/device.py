@@ -17,14 +17,14 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from common.sampling import LogprobOptions, SamplingParams, TokenLogprob
-from engine.batch import Row, Track
+from engine.batch import OnLayer, Row, Track
 from engine.sampler import NonFiniteLogits, SampleRow, prompt_logprobs, sample
 
 
 class Runner(Protocol):
     """The part of `ModelRunner` that a step needs."""
 
-    def forward(self, rows: Seq[Row]) -> Tensor:
+    def forward(self, rows: Seq[Row], on_layer: OnLayer | None = None) -> Tensor:
         """Logits float32 [sum of num_logits, vocabulary]; the state of every row is advanced in the pools."""
         ...
 
@@ -88,25 +88,26 @@ class Device:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device") if overlap else None
         self._last = NO_RESULT
 
-    def launch(self, rows: Seq[PlannedRow]) -> Future[StepResult]:
+    def launch(self, rows: Seq[PlannedRow], on_layer: OnLayer | None = None) -> Future[StepResult]:
         """Run these rows after every step launched before."""
         if self._thread is not None:
-            return self._thread.submit(self._run, rows)
+            return self._thread.submit(self._run, rows, on_layer)
         done: Future[StepResult] = Future()
-        done.set_result(self._run(rows))
+        done.set_result(self._run(rows, on_layer))
         return done
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _run(self, planned: Seq[PlannedRow]) -> StepResult:
+    def _run(self, planned: Seq[PlannedRow], on_layer: OnLayer | None) -> StepResult:
         resolved = [self._tokens(p) for p in planned]
         logits = self.runner.forward(
             [
                 Row(token_ids, p.start, p.page_table, p.slot, p.num_logits, p.track)
                 for p, (token_ids, _) in zip(planned, resolved, strict=True)
-            ]
+            ],
+            on_layer,
         )
         starts = [0, *accumulate(p.num_logits for p in planned)]
         candidates = [

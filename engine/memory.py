@@ -199,14 +199,17 @@ class SequenceMemory:
     def donate(self, sequence: Sequence, position: int, slot: int, *, ends_prompt: bool, keep_state: bool) -> None:
         """The state after `position` tokens is in `slot`: prefix, pages and slot become the tree's.
 
-        keep_state: the saved state may not be evicted while the sequence holds memory (a hand-off will read it).
+        keep_state: a hand-off reads the saved state while the sequence holds memory. Until that is given back the state
+        is not evicted, nor is `slot` freed where the tree had the state already.
         """
         assert self.cache is not None and position % self.page_size == 0
         tokens = sequence.tokens(0, position)
         table = sequence.page_table[: position // self.page_size]
         done = self.cache.insert(tokens, table, slot, extra_key=sequence.extra_key, ends_prompt=ends_prompt)
         sequence.own_pages -= set(table) - set(done.duplicate_pages)
-        if done.duplicate_slot is not None:
+        if done.duplicate_slot is not None and keep_state:
+            sequence.spare_slots.append(done.duplicate_slot)
+        elif done.duplicate_slot is not None:
             self.slots.free(done.duplicate_slot)
         self.counters.checkpoints += 1
         older, kept = sequence.checkpoint, done.node.slot
@@ -236,6 +239,9 @@ class SequenceMemory:
         if sequence.slot is not None:
             self.slots.free(sequence.slot)
             sequence.slot = None
+        for slot in sequence.spare_slots:
+            self.slots.free(slot)
+        sequence.spare_slots = []
         for lock in sequence.locks:
             self._unlock(lock)
         sequence.locks = []

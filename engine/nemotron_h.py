@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.batch import ForwardBatch
+from engine.batch import ForwardBatch, OnLayer
 from engine.model_config import HybridConfig, LayerKind
 from engine.ops.attention import attend_decode, attend_prefill, write_kv
 from engine.ops.conv import ConvPlan, conv_prefill, conv_step, plan_conv
@@ -57,12 +57,17 @@ class NemotronH:
         self.norms = [weights[f"layers.{layer}.norm.weight"] for layer in range(len(config.layers))]
         self.mixers = [_mixer(config, weights, pools, layer) for layer in range(len(config.layers))]
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits float32 [R, V] of the tokens the batch asks for. Advances every row, fills the track slots."""
+    def forward(self, batch: ForwardBatch, on_layer: OnLayer | None = None) -> Tensor:
+        """Logits float32 [R, V] of the tokens the batch asks for. Advances every row, fills the track slots.
+
+        on_layer: called after every layer, in order.
+        """
         step = self._plan(batch)
         hidden = F.embedding(batch.token_ids, self.embeddings)  # [T, D]
-        for norm, mixer in zip(self.norms, self.mixers, strict=True):
+        for layer, (norm, mixer) in enumerate(zip(self.norms, self.mixers, strict=True)):
             hidden = mixer.forward(rms_norm(hidden, norm, self.config.layer_norm_epsilon), hidden, step)
+            if on_layer is not None:
+                on_layer(layer)
         if batch.decode and batch.decode.tracks:
             self.pools.copy_slots(*zip(*batch.decode.tracks, strict=True))
         hidden = hidden.index_select(0, batch.logit_tokens)  # [R, D]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.config import DType, EngineConfig, ModelConfig
 from common.errors import ConfigError
-from engine.batch import Row, build_batch
+from engine.batch import OnLayer, Row, build_batch
 from engine.model_config import HybridConfig
 from engine.nemotron_h import NemotronH
 from engine.pools import StatePools
@@ -59,13 +59,13 @@ class ModelRunner:
             return cls(config, NemotronH(config, weights, pools), pools, device)
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[Row]) -> Tensor:
+    def forward(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Tensor:
         """Advance every row by its tokens. Returns logits float32 [sum of num_logits, vocabulary], rows in order.
 
         Writes K and V of the tokens in the rows' pages, conv and SSM state in their slots, and in their track slots the
-        states to be kept.
+        states to be kept. on_layer: see `OnLayer`; what it raises ends the step.
         """
-        return self._model.forward(build_batch(rows, page_size=self.pools.page_size, device=self._device))
+        return self._model.forward(build_batch(rows, page_size=self.pools.page_size, device=self._device), on_layer)
 
     @torch.inference_mode()
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from typing import NamedTuple
 
 from common.errors import CapacityError, ServingError
 from common.sampling import FinishReason, TokenLogprob
-from engine.batch import Track
+from engine.batch import OnLayer, Track
 from engine.device import Device, PlannedRow, PromptLogprobs, StepResult
 from engine.memory import SequenceMemory
 from engine.sequence import Emission, Phase, Sequence
@@ -73,6 +74,10 @@ class Chunk:
     sequence: Sequence
     start: int
     end: int
+
+
+Listen = Callable[[list[Chunk]], OnLayer]
+"""Told of the chunks that a step is about to prefill; returns what is to be called as layer after layer is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,14 +162,19 @@ class Scheduler:
     def num_active(self) -> int:
         return len(self.prefilling) + len(self.running)
 
+    @property
+    def shares_in_flight(self) -> Seq[_Share]:
+        """The rows of the step that the device has."""
+        return () if self._in_flight is None else self._in_flight.shares
+
     def has_work(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running or self._in_flight)
 
     # -- one step --------------------------------------------------------------------------------
 
-    def step(self) -> StepReport | None:
+    def step(self, listen: Listen | None = None) -> StepReport | None:
         """Plan and launch the next step and report one that has run. None when there is nothing that can run."""
-        launched = self._launch()
+        launched = self._launch(listen)
         if self.overlap:
             launched, self._in_flight = self._in_flight, launched
         if launched is not None:
@@ -173,7 +183,7 @@ class Scheduler:
             return None
         return self._report([], [], [])
 
-    def _launch(self) -> _Launched | None:
+    def _launch(self, listen: Listen | None) -> _Launched | None:
         shares = self._plan()
         if not shares:
             return None
@@ -181,7 +191,9 @@ class Scheduler:
         for share in shares:
             self._advance(share)
         self._count(shares)
-        return _Launched(shares=shares, result=self.device.launch(rows))
+        chunks = [share.chunk for share in shares if share.chunk]
+        on_layer = listen(chunks) if listen is not None and chunks else None
+        return _Launched(shares=shares, result=self.device.launch(rows, on_layer))
 
     def _advance(self, share: _Share) -> None:
         """Move the sequence to where it will be once this step has run."""
@@ -230,6 +242,8 @@ class Scheduler:
             if len(sequence.output_ids) == sequence.num_resumed_tokens:  # not one that was retracted
                 sequence.num_cached_tokens = sequence.num_local_cached_tokens = start
             sequence.track_target = self._target(start, end, sequence.branch_position)
+            saved = sequence.checkpoint
+            sequence.tracked = Track(position=saved.position, slot=saved.slot) if saved else None
             sequence.phase = Phase.PREFILL
             sequence.prefill_start_s = sequence.prefill_start_s or time.monotonic()
             self.prefilling.append(sequence)
@@ -254,11 +268,13 @@ class Scheduler:
             if end <= start:
                 break
             target = target_in_piece(start, end, sequence.track_target)
+            track = None if target is None else self._track(sequence, target)
+            sequence.tracked = track or sequence.tracked
             shares.append(
                 _Share(
                     sequence=sequence,
                     chunk=Chunk(sequence=sequence, start=start, end=end),
-                    track=None if target is None else self._track(sequence, target),
+                    track=track,
                     samples=end == sequence.num_tokens and sequence.sampling.max_new_tokens > 0,
                 )
             )
@@ -336,7 +352,7 @@ class Scheduler:
             if share.track is not None and failed is None:
                 self._donate(share, share.track)
             elif share.track is not None:  # nor may the state be cached whose logits were not finite
-                self.memory.return_track_slot(share.track.slot)
+                self._discard(sequence, share.track)
             if share.chunk is not None:
                 chunks.append(share.chunk)
                 _record_prompt_logprobs(sequence, result.prompt_logprobs.get(id(sequence)))
@@ -356,9 +372,16 @@ class Scheduler:
     def _drop(self, share: _Share) -> None:
         """The row ran for nothing: its sequence had ended."""
         if share.track is not None:
-            self.memory.return_track_slot(share.track.slot)
+            self._discard(share.sequence, share.track)
         if share.sequence.released and share.sequence.in_flight == 0:
             self.memory.release(share.sequence)
+
+    def _discard(self, sequence: Sequence, track: Track) -> None:
+        """The saved state is not wanted; a hand-off may be reading it."""
+        if self.hold_after_prefill:
+            sequence.spare_slots.append(track.slot)
+        else:
+            self.memory.return_track_slot(track.slot)
 
     def _donate(self, share: _Share, track: Track) -> None:
         self.memory.donate(

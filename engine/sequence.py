@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
+from engine.batch import Track
 from engine.radix_cache import Lock
 
 
@@ -47,6 +48,8 @@ class Sequence:
     pending: tokens that planned steps sample and that are not in output_ids yet. in_flight: planned steps that have not
     landed. released: its memory is to be given back when the last of them has.
     track_target: the position whose state prefill saves; branch_position: what the cache's match asked for.
+    tracked: the newest saved state, or the one that a planned step of the prefill saves. spare_slots: slots with saved
+    states that the cache did not want; a hand-off may be reading them, so they are freed with the rest.
     num_resumed_tokens: so many of output_ids were made by another rank before it came here.
     prompt_logprobs: positions `logprobs.start_len` … as far as they are known.
     """
@@ -71,6 +74,8 @@ class Sequence:
     looked_up: bool = False
     branch_position: int = 0
     track_target: int | None = None
+    tracked: Track | None = None
+    spare_slots: list[int] = field(default_factory=list)
     num_cached_pages: int = 0
     num_local_cached_tokens: int = 0
     num_computed_tokens: int = 0

@@ -1,9 +1,9 @@
 """The prefill rank. A request's life here:
 
     submit ──► opening ──────► scheduler (waiting → prefilling) ──► sending ──► sent
-               the room is      each chunk's pages are posted        state and    the answer goes out,
-               announced;       as soon as it is computed            metadata     pages and slot come
-               decode opens it                                       are posted   back on `Released`
+               the room is      each layer's pages, and with the     metadata     the answer goes out,
+               announced;       last chunk its state, are posted     are posted   pages and slot come
+               decode opens it  as soon as that layer is done                     back on `Released`
                (or declines it: the answer goes out at once)
 
 A prompt is computed only once decode has opened its room, that is, has memory for it: a prefill rank whose slots are
@@ -14,20 +14,24 @@ Pages and slot stay with the room until the transfer says that no write reads th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from common.config import NodeConfig
 from common.errors import AbortedError, ServingError, WorkerError
 from common.handoff import HandoffMetadata, prompt_digest
 from common.sampling import FinishReason, TokenLogprob
+from engine.batch import OnLayer
 from engine.scheduler import Chunk, StepReport
-from engine.sequence import Emission, Sequence
+from engine.sequence import Emission, Phase, Sequence
+from node.accounting import Rooms, RoomView
 from node.engine_host import EngineHost, room_in_use
 from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
 from node.transport_memory import host_allocator
 from transfer.events import Released, RoomDeclined, RoomFailed, RoomOpened, Sent
-from transfer.sender import PrefillTransfer
+from transfer.posting import Piece
+from transfer.sender import Outgoing, PrefillTransfer
 from transfer.transport import Transport, open_transport
 
 NO_TOKEN = TokenLogprob(logprob=None, token_id=0)
@@ -41,6 +45,7 @@ class PrefillRoom:
     sequence: Sequence
     token: TokenLogprob | None = None
     failed: bool = False
+    since_s: float = field(default_factory=time.monotonic)
 
 
 class PrefillRole:
@@ -92,7 +97,16 @@ class PrefillRole:
             self._fail(room, error)
 
     def query(self, message: Query) -> None:
-        self.host.answer_query(message, idle=not self.rooms, extra_state={"transfer": self.transfer.stats()})
+        extra: dict[str, object] = {"transfer": self.transfer.stats()}
+        self.host.answer_query(message, idle=not self.rooms, rooms=self._rooms_seen(), extra_state=extra)
+
+    def watch(self, now: float) -> None:
+        self.host.watch(self._rooms_seen(), now)
+
+    def _rooms_seen(self) -> Rooms:
+        states = self.transfer.room_states()
+        views = [_view(room, states.get(number)) for number, room in self.rooms.items()]
+        return Rooms(views=views, strays={n: state for n, state in states.items() if n not in self.rooms})
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -113,37 +127,56 @@ class PrefillRole:
                     self._release(room)
 
     def step(self) -> bool:
-        report = self.host.scheduler.step()
+        report = self.host.scheduler.step(None if self.config.disable_layerwise_transfer else self._listen)
         if report is not None:
             self._send(report)
         return self.host.scheduler.has_work()
 
     def _send(self, report: StepReport) -> None:
-        for chunk in report.chunks:
-            self._send_pages(chunk)
+        for chunk in report.chunks if self.config.disable_layerwise_transfer else ():
+            self._announce(chunk).all_done()
         for emission in report.emissions:
-            self._send_state(emission)
+            self._commit(emission)
         for sequence, error in report.failures:
             room = self.room_of[sequence]
             self.transfer.abort(room.room, error)
             self._fail(room, error)
 
-    def _send_pages(self, chunk: Chunk) -> None:
-        """Post the pages that this chunk filled, before the first one those that the cache had. Every chunk but the
-        last ends on a page, so none is sent twice."""
-        page_size = self.host.scheduler.limits.page_size
-        is_first = chunk.start == chunk.sequence.num_cached_tokens
-        first, end = 0 if is_first else chunk.start // page_size, math.ceil(chunk.end / page_size)
-        room = self.room_of[chunk.sequence]
-        self.transfer.send_pages(room.room, first, chunk.sequence.page_table[first:end])
+    def _listen(self, chunks: list[Chunk]) -> OnLayer:
+        """A step is about to run: what it completes is sent layer by layer, in the thread that computes."""
+        outgoing = [self._announce(chunk) for chunk in chunks]
 
-    def _send_state(self, emission: Emission) -> None:
+        def on_layer(layer: int) -> None:
+            for each in outgoing:
+                each.layer_done(layer)
+
+        return on_layer
+
+    def _announce(self, chunk: Chunk) -> Outgoing:
+        """What the chunk completes: its pages and, when it ends the prompt, the slots. What the cache had is sent now.
+
+        Every chunk but the last ends on a page, so none is sent twice. A state saved at the end of the prompt is the
+        final one and is not sent.
+        """
+        sequence, page_size = chunk.sequence, self.host.scheduler.limits.page_size
+        room, saved, tracked = self.room_of[sequence].room, sequence.checkpoint, sequence.tracked
+        first, end = chunk.start // page_size, math.ceil(chunk.end / page_size)
+        if first and first == sequence.num_cached_pages:
+            self.transfer.send_pages(room, 0, sequence.page_table[:first])
+        pages = tuple(sequence.page_table[first:end])
+        is_last = sequence.phase is Phase.HELD and chunk.end == sequence.num_computed_tokens
+        if not is_last or tracked is None or tracked.position == chunk.end:
+            return self.transfer.announce(room, Piece(first, pages, sequence.slot if is_last else None))
+        if saved is not None and saved.slot == tracked.slot:
+            self.transfer.announce(room, Piece(0, (), None, saved.slot)).all_done()
+            return self.transfer.announce(room, Piece(first, pages, sequence.slot))
+        return self.transfer.announce(room, Piece(first, pages, sequence.slot, tracked.slot))
+
+    def _commit(self, emission: Emission) -> None:
         sequence = emission.sequence
         room = self.room_of[sequence]
         room.token = emission.token
-        assert sequence.slot is not None
-        saved, length = sequence.checkpoint, sequence.num_computed_tokens
-        self.transfer.send_state(room.room, sequence.slot, saved.slot if saved else None)
+        tracked, length = sequence.tracked, sequence.num_computed_tokens
         self.transfer.commit(
             room.room,
             HandoffMetadata(
@@ -152,7 +185,7 @@ class PrefillRole:
                 num_prompt_tokens=length,
                 prompt_digest=prompt_digest(sequence.tokens(0, length)),
                 num_cached_tokens=sequence.num_cached_tokens,
-                tracked_position=saved.position if saved else -1,
+                tracked_position=tracked.position if tracked else -1,
                 first_token=emission.token or NO_TOKEN,
                 sampling_seed=sequence.sampling.sampling_seed,
                 queue_s=sequence.queue_s,
@@ -196,6 +229,10 @@ class PrefillRole:
             self.transfer.abort(room.room, WorkerError("the prefill node is shutting down"))
         self.transfer.close()
         self.transport.close()
+
+
+def _view(room: PrefillRoom, state: str | None) -> RoomView:
+    return RoomView(room=room.room, sequence=room.sequence, since_s=room.since_s, state=state, failed=room.failed)
 
 
 def make_prefill_role(config: NodeConfig, rank: int, waker: Waker) -> PrefillRole:

@@ -1,14 +1,14 @@
 """A digest of each part of a request's state, the same at both ends however the bytes were cut into writes.
 
 Order: each pool of the part by itself, its items in the order of the request; then the pools' digests, in the order of
-the layout, hashed once more. So KV pages can be added chunk by chunk, all layers at a time.
+the layout, hashed once more. So state can be added chunk by chunk and layer by layer, as it is computed or arrives.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import xxhash
@@ -38,7 +38,7 @@ class StateReader:
 class _PoolReader:
     def __init__(self, pool: PoolLayout, place: PoolPlacement) -> None:
         extent = (place.count - 1) * place.stride_bytes + pool.item_bytes
-        self.kind = pool.kind
+        self.kind, self.layer = pool.kind, pool.layer
         self._view = memoryview((ctypes.c_ubyte * extent).from_address(place.base)).cast("B")
         self._stride, self._item = place.stride_bytes, pool.item_bytes
 
@@ -72,25 +72,41 @@ class _Hash:
         return b"".join(each.digest() for each in self._hashes)
 
 
-class PagesDigest:
-    """The digest of the KV pages of one request, fed in the order of the prompt."""
+class StateDigests:
+    """The digests of one request's state at one end, fed in the order of the prompt in each layer, in any order of the
+    layers. Without KV layers `digests` has no kv, and so on."""
 
     def __init__(self, reader: StateReader, verify: Verify) -> None:
-        self._verify = verify
-        self._pools = [(pool, _Hash(verify)) for pool in reader.of(StateKind.KV)]
+        self._reader, self._verify = reader, verify
+        self._pages = {pool: _Hash(verify) for pool in reader.of(StateKind.KV)}
+        self._slots: dict[tuple[str, _PoolReader], bytes] = {}
 
-    def update(self, pages: Sequence[int]) -> None:
+    def pages(self, layers: Container[int], pages: Sequence[int]) -> None:
         stretches = list(_stretches(pages))
-        for pool, running in self._pools:
-            for span in pool.spans(stretches):
-                running.update(span)
+        for pool, running in self._pages.items():
+            if pool.layer in layers:
+                for span in pool.spans(stretches):
+                    running.update(span)
 
-    def digest(self) -> bytes:
-        return _digest(b"".join(running.digest() for _, running in self._pools), self._verify)
+    def slot(self, layers: Container[int], slot: int, *, track: bool) -> None:
+        """Take the conv and SSM state in `slot`, a track slot or the final one."""
+        for pool in self._reader.of(StateKind.CONV, StateKind.SSM):
+            if pool.layer in layers:
+                part = TRACK if track else pool.kind.value
+                self._slots[part, pool] = _digest(pool.item(slot), self._verify)
+
+    def digests(self) -> dict[str, bytes]:
+        """By part, of what was taken."""
+        parts = {KV: [running.digest() for running in self._pages.values()]}
+        for part in (StateKind.CONV.value, StateKind.SSM.value, TRACK):
+            found = [self._slots[part, pool] for pool in self._reader.pools if (part, pool) in self._slots]
+            if found:
+                parts[part] = found
+        return {part: _digest(b"".join(found), self._verify) for part, found in parts.items()}
 
 
 class Incoming:
-    """The receiver's digests of one request, taken of each piece when it is announced.
+    """The receiver's digests of one request, taken of each piece of each layer when it is announced.
 
     first: the first prompt page that crosses the wire.
     """
@@ -104,60 +120,34 @@ class Incoming:
         slot: int,
         track_slot: int | None,
     ) -> None:
-        self._reader, self._verify = reader, verify
-        self._pages, self._hashed = pages, first
-        self._slot, self._track_slot = slot, track_slot
-        self._pages_digest = PagesDigest(reader, verify)
-        self._slots: dict[str, bytes] = {}
+        self._verify, self._pages = verify, pages
+        self._digests = StateDigests(reader, verify)
+        self._slots = {False: slot, True: track_slot}
+        self._next_page = {pool.layer: first for pool in reader.pools}
+        self._hashed: set[tuple[int, bool]] = set()
 
-    def pages_landed(self, num_pages: int) -> None:
-        """Hash what was not yet, up to `num_pages`."""
-        self._pages_digest.update(self._pages[self._hashed : num_pages])
-        self._hashed = max(self._hashed, num_pages)
-
-    def state_landed(self) -> None:
-        """Hash the slot, once."""
-        if StateKind.SSM.value not in self._slots:
-            self._slots |= slot_digests(self._reader, self._slot, self._verify)
+    def landed(self, layers: range, *, num_pages: int, state: bool, track: bool) -> None:
+        """Hash what was not yet, in these layers: pages up to `num_pages`, the slot, the track slot."""
+        for layer in self._next_page.keys() & {*layers}:
+            first = self._next_page[layer]
+            if num_pages > first:
+                self._digests.pages((layer,), self._pages[first:num_pages])
+                self._next_page[layer] = num_pages
+            for is_track, wanted in ((False, state), (True, track)):
+                slot = self._slots[is_track]
+                if wanted and slot is not None and (layer, is_track) not in self._hashed:
+                    self._digests.slot((layer,), slot, track=is_track)
+                    self._hashed.add((layer, is_track))
 
     def digests(self, num_pages: int, track: bool, metadata: bytes) -> dict[str, bytes]:
         """Of every part, `track`: of the track slot too; hashes what was not announced before."""
-        self.pages_landed(num_pages)
-        self.state_landed()
-        if track and self._track_slot is not None:
-            self._slots[TRACK] = track_digest(self._reader, self._track_slot, self._verify)
-        return {
-            KV: self._pages_digest.digest(),
-            METADATA: metadata_digest(metadata, self._verify),
-            **self._slots,
-        }
-
-
-def pages_digest(reader: StateReader, pages: Sequence[int], verify: Verify) -> bytes:
-    running = PagesDigest(reader, verify)
-    running.update(pages)
-    return running.digest()
-
-
-def slot_digests(reader: StateReader, slot: int, verify: Verify) -> dict[str, bytes]:
-    """The digests of conv and ssm."""
-    return {
-        kind.value: _slot_digest(reader, (kind,), slot, verify)
-        for kind in (StateKind.CONV, StateKind.SSM)
-        if reader.of(kind)
-    }
-
-
-def track_digest(reader: StateReader, slot: int, verify: Verify) -> bytes:
-    return _slot_digest(reader, (StateKind.CONV, StateKind.SSM), slot, verify)
+        everywhere = range(max(self._next_page, default=0) + 1)
+        self.landed(everywhere, num_pages=num_pages, state=True, track=track)
+        return self._digests.digests() | {METADATA: metadata_digest(metadata, self._verify)}
 
 
 def metadata_digest(payload: bytes, verify: Verify) -> bytes:
     return _digest(payload, verify)
-
-
-def _slot_digest(reader: StateReader, kinds: tuple[StateKind, ...], slot: int, verify: Verify) -> bytes:
-    return _digest(b"".join(_digest(pool.item(slot), verify) for pool in reader.of(*kinds)), verify)
 
 
 def _digest(data: memoryview | bytes, verify: Verify) -> bytes:

@@ -28,7 +28,7 @@ from common.config import Verify
 from common.errors import ErrorRecord
 from common.layout import PoolPlacement, StateLayout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class TrackState(enum.StrEnum):
@@ -119,16 +119,23 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lease: int
 
 
-class Landed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What is in place and will not be written again; decode may hash it now. More comes, or Commit follows.
+class Landing(msgspec.Struct, frozen=True, kw_only=True):
+    """In layers first_layer … end_layer - 1: KV of the prompt's pages before num_pages (0: nothing new); with `state`,
+    the final conv and SSM state; with `track`, what belongs in the track slot."""
 
-    num_pages: KV of so many prompt pages. state: the final conv and SSM state.
-    """
+    first_layer: int
+    end_layer: int
+    num_pages: int
+    state: bool
+    track: bool
+
+
+class Landed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What is in place and will not be written again; decode may hash it now. More comes, or Commit follows."""
 
     room: int
     lease: int
-    num_pages: int
-    state: bool
+    landings: tuple[Landing, ...]
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -5,7 +5,7 @@ Items that are neighbours at both ends become one block: a TCP write costs tens 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from common.layout import PoolLayout, PoolPlacement, StateKind, StateLayout
 from transfer.transport import Block
@@ -16,24 +16,42 @@ Pair = tuple[int, int]
 """An item's number here and at the peer."""
 
 
+def all_layers(layout: StateLayout) -> range:
+    return range(max(pool.layer for pool in layout.pools) + 1)
+
+
 def plan_pages(
-    layout: StateLayout, mine: Sequence[PoolPlacement], theirs: Sequence[PoolPlacement], pages: Sequence[Pair]
+    layout: StateLayout,
+    mine: Sequence[PoolPlacement],
+    theirs: Sequence[PoolPlacement],
+    pages: Sequence[Pair],
+    layers: Container[int],
 ) -> list[Block]:
-    """The blocks of these KV pages of all layers, coalesced."""
-    pools = [triple for triple in zip(layout.pools, mine, theirs, strict=True) if triple[0].kind is StateKind.KV]
+    """The blocks of these KV pages of these layers, coalesced."""
     runs = list(_runs(pages))
-    return coalesce(block for pool, src, dst in pools for block in _pool_blocks(pool, src, dst, runs, KV))
+    return coalesce(
+        block
+        for pool, src, dst in zip(layout.pools, mine, theirs, strict=True)
+        if pool.kind is StateKind.KV and pool.layer in layers
+        for block in _pool_blocks(pool, src, dst, runs, KV)
+    )
 
 
 def plan_slot(
-    layout: StateLayout, mine: Sequence[PoolPlacement], theirs: Sequence[PoolPlacement], slot: Pair, *, track: bool
+    layout: StateLayout,
+    mine: Sequence[PoolPlacement],
+    theirs: Sequence[PoolPlacement],
+    slot: Pair,
+    layers: Container[int],
+    *,
+    track: bool,
 ) -> list[Block]:
-    """The blocks of one slot's conv and SSM state of all layers; their part is "track" for a track slot."""
-    pools = [triple for triple in zip(layout.pools, mine, theirs, strict=True) if triple[0].kind is not StateKind.KV]
+    """The blocks of one slot's conv and SSM state of these layers; their part is "track" for a track slot."""
     run = [(*slot, 1)]
     return coalesce(
         block
-        for pool, src, dst in pools
+        for pool, src, dst in zip(layout.pools, mine, theirs, strict=True)
+        if pool.kind is not StateKind.KV and pool.layer in layers
         for block in _pool_blocks(pool, src, dst, run, TRACK if track else pool.kind.value)
     )
 

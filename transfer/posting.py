@@ -10,42 +10,42 @@ import msgspec
 from common.config import Verify
 from common.errors import TransferError
 from common.handoff import HandoffMetadata
-from common.layout import PoolPlacement, StateLayout
-from transfer.digest import METADATA, PagesDigest, StateReader, metadata_digest, slot_digests, track_digest
-from transfer.messages import Commit, Landed, Open, TrackState
-from transfer.plan import KV, TRACK, plan_pages, plan_slot
+from common.layout import PoolPlacement, StateKind, StateLayout
+from transfer.digest import METADATA, StateDigests, StateReader, metadata_digest
+from transfer.messages import Commit, Landed, Landing, Open, TrackState
+from transfer.plan import coalesce, plan_pages, plan_slot
 from transfer.transport import Block
 
 
-class Pages(NamedTuple):
-    """KV of the prompt's pages from `first` on is complete in `pages` here."""
+class Piece(NamedTuple):
+    """What one step leaves of one prompt: KV of the prompt's pages from `first` on, in `pages` here; when it ends the
+    prompt, conv and SSM state in `slot`; and what is in `track_slot`, a saved state other than that."""
 
     first: int
     pages: tuple[int, ...]
+    slot: int | None = None
+    track_slot: int | None = None
 
 
-class State(NamedTuple):
-    """track_slot waits for the metadata: a state saved at the end of the prompt is not sent twice."""
+class Ready(NamedTuple):
+    """The piece is complete in these layers."""
 
-    slot: int
-    track_slot: int | None
-
-
-class Track(NamedTuple):
-    slot: int
+    piece: Piece
+    layers: range
 
 
 class Finish(NamedTuple):
     metadata: HandoffMetadata
 
 
-Job = Pages | State | Finish
+Job = Ready | Finish
 
 
 class Posting:
     """mine, theirs: where the pools lie here and at decode. reader: None when verify is off.
 
     For each job: `add`, write and meanwhile `hash`; then `commit`. Belongs to the worker. payload: encoded metadata.
+    Each layer gets the pieces in the order of the prompt; what one layer gets does not wait for another.
     """
 
     def __init__(
@@ -58,61 +58,71 @@ class Posting:
         verify: Verify,
     ) -> None:
         self._layout, self._mine, self._theirs, self._offer = layout, mine, theirs, offer
-        self._reader, self._verify = reader, verify
-        self._pages_digest = PagesDigest(reader, verify) if reader is not None else None
+        self._verify = verify
+        self._digesting = StateDigests(reader, verify) if reader is not None else None
         self._digests: dict[str, bytes] = {}
-        self._unhashed: list[Pages | State | Track | Finish] = []
-        self._saved: int | None = None
-        self._state_added = False
+        self._unhashed: list[Ready | Finish] = []
+        self._untold: list[Ready] = []
+        kv = {pool.layer for pool in layout.pools if pool.kind is StateKind.KV}
+        self._next_page = dict.fromkeys(sorted(kv), offer.num_cached_pages)
+        self._no_state = {pool.layer for pool in layout.pools if pool.kind is not StateKind.KV}
+        self._no_track = set(self._no_state)
         self._track = TrackState.NONE
-        self.next_page = offer.num_cached_pages
         self.bytes_by_part: dict[str, int] = {}
         self.payload = b""
 
-    def add(self, job: Job) -> list[Block]:
-        """The blocks to write for a job. Raises TransferError: too many pages."""
-        match job:
-            case Pages():
-                blocks = self._plan_pages(self._without_cached(job))
-            case State():
-                self._saved = job.track_slot
-                blocks = self._plan_state(job)
-            case Finish():
-                self._track = self._track_of(job.metadata)
-                self.payload = msgspec.msgpack.encode(job.metadata)
-                blocks = self._plan_track() if self._track is TrackState.RECEIVED else []
-                self._unhashed.append(job)
-        for block in blocks:
-            self.bytes_by_part[block.part] = self.bytes_by_part.get(block.part, 0) + block.nbytes
-        return blocks
-
-    def landed(self) -> Landed:
-        """What was added and is written by now, for decode to hash while this side computes."""
-        return Landed(room=self._offer.room, lease=self._offer.lease, num_pages=self.next_page, state=self._state_added)
-
-    def hash(self) -> None:
-        """Take the digests of what was added since the last time, in the order of the prompt."""
-        jobs, self._unhashed = self._unhashed, []
-        if self._reader is None or self._pages_digest is None:
-            return
+    def add(self, jobs: Sequence[Job]) -> list[Block]:
+        """The blocks to write for these jobs. Raises TransferError: too many pages, or a layer was left out."""
+        blocks: list[Block] = []
         for job in jobs:
             match job:
-                case Pages():
-                    self._pages_digest.update(job.pages)
-                case State():
-                    self._digests |= slot_digests(self._reader, job.slot, self._verify)
-                case Track():
-                    self._digests[TRACK] = track_digest(self._reader, job.slot, self._verify)
-                case Finish():
-                    self._digests[KV] = self._pages_digest.digest()
-                    self._digests[METADATA] = metadata_digest(self.payload, self._verify)
+                case Ready(piece=piece, layers=layers):
+                    job = Ready(self._wanted(piece, layers), layers)
+                    blocks += self._plan(job.piece, layers)
+                case Finish(metadata=metadata):
+                    self._finish(metadata)
+            self._unhashed.append(job)
+        for block in blocks:
+            self.bytes_by_part[block.part] = self.bytes_by_part.get(block.part, 0) + block.nbytes
+        return coalesce(blocks)
+
+    def hash(self) -> None:
+        """Take the digests of what was added since the last time."""
+        jobs, self._unhashed = self._unhashed, []
+        ready = [job for job in jobs if isinstance(job, Ready)]
+        self._untold += ready
+        if self._digesting is None:
+            return
+        for piece, layers in ready:
+            self._digesting.pages(layers, piece.pages)
+            if piece.slot is not None:
+                self._digesting.slot(layers, piece.slot, track=False)
+            if piece.track_slot is not None:
+                self._digesting.slot(layers, piece.track_slot, track=True)
+        if len(ready) < len(jobs):
+            self._digests = self._digesting.digests() | {METADATA: metadata_digest(self.payload, self._verify)}
+
+    def landed(self) -> Landed:
+        """What was hashed and is written, since the last time, for decode to hash while this side computes."""
+        jobs, self._untold = self._untold, []
+        landings = tuple(
+            Landing(
+                first_layer=layers.start,
+                end_layer=layers.stop,
+                num_pages=piece.first + len(piece.pages) if piece.pages else 0,
+                state=piece.slot is not None,
+                track=piece.track_slot is not None,
+            )
+            for piece, layers in jobs
+        )
+        return Landed(room=self._offer.room, lease=self._offer.lease, landings=landings)
 
     def commit(self, payload: bytes, seconds: float) -> Commit:
         """The last word. payload: what is left of `self.payload` after an injected fault."""
         return Commit(
             room=self._offer.room,
             lease=self._offer.lease,
-            num_pages=self.next_page,
+            num_pages=self._num_pages(),
             metadata=payload,
             track=self._track,
             digests=self._digests,
@@ -120,40 +130,48 @@ class Posting:
             seconds=seconds,
         )
 
-    def _without_cached(self, job: Pages) -> Pages:
-        """What of the pages decode does not hold already; they come in the order of the prompt, each once."""
-        skipped = max(0, min(self._offer.num_cached_pages - job.first, len(job.pages)))
-        rest = Pages(job.first + skipped, job.pages[skipped:])
-        assert not rest.pages or rest.first == self.next_page, f"page {rest.first} sent, {self.next_page} is next"
-        return rest
+    def _num_pages(self) -> int:
+        return max(self._next_page.values(), default=self._offer.num_cached_pages)
 
-    def _track_of(self, metadata: HandoffMetadata) -> TrackState:
-        """What decode will have of the tracked state: only what it offered a slot for and what was saved here."""
-        position = metadata.tracked_position
-        if self._offer.track_slot is None or position <= 0:
-            return TrackState.NONE
-        if position == metadata.num_prompt_tokens:
-            return TrackState.SAME_AS_FINAL
-        return TrackState.NONE if self._saved is None else TrackState.RECEIVED
-
-    def _plan_pages(self, job: Pages) -> list[Block]:
-        end = self.next_page + len(job.pages)
-        if end > len(self._offer.pages):
+    def _wanted(self, piece: Piece, layers: range) -> Piece:
+        """What of the piece decode does not hold already and has a place for. A layer's pages come in order, once."""
+        skipped = max(0, min(self._offer.num_cached_pages - piece.first, len(piece.pages)))
+        first, pages = piece.first + skipped, piece.pages[skipped:]
+        late = [layer for layer in layers if pages and self._next_page.get(layer, first) != first]
+        assert not late, f"page {first} of layer {late[0]} sent, {self._next_page[late[0]]} is next"
+        if first + len(pages) > len(self._offer.pages):
             raise TransferError(
-                f"room {self._offer.room}: {end} pages of KV, decode reserved {len(self._offer.pages)}",
+                f"room {self._offer.room}: {first + len(pages)} pages of KV, decode reserved {len(self._offer.pages)}",
                 code="too_many_pages",
             )
-        pairs = list(zip(job.pages, self._offer.pages[self.next_page : end], strict=True))
-        self.next_page = end
-        self._unhashed.append(job)
-        return plan_pages(self._layout, self._mine, self._theirs, pairs)
+        track_slot = piece.track_slot if self._offer.track_slot is not None else None
+        return Piece(first, pages, piece.slot, track_slot)
 
-    def _plan_state(self, job: State) -> list[Block]:
-        self._unhashed.append(job)
-        self._state_added = True
-        return plan_slot(self._layout, self._mine, self._theirs, (job.slot, self._offer.slot), track=False)
+    def _plan(self, piece: Piece, layers: range) -> list[Block]:
+        end = piece.first + len(piece.pages)
+        pairs = list(zip(piece.pages, self._offer.pages[piece.first : end], strict=True))
+        where = (self._layout, self._mine, self._theirs)
+        blocks = plan_pages(*where, pairs, layers)
+        self._next_page |= {layer: end for layer in layers if piece.pages and layer in self._next_page}
+        if piece.slot is not None:
+            blocks += plan_slot(*where, (piece.slot, self._offer.slot), layers, track=False)
+            self._no_state -= {*layers}
+        if piece.track_slot is not None and self._offer.track_slot is not None:
+            blocks += plan_slot(*where, (piece.track_slot, self._offer.track_slot), layers, track=True)
+            self._no_track -= {*layers}
+            self._track = TrackState.RECEIVED
+        return blocks
 
-    def _plan_track(self) -> list[Block]:
-        assert self._saved is not None and self._offer.track_slot is not None
-        self._unhashed.append(Track(self._saved))
-        return plan_slot(self._layout, self._mine, self._theirs, (self._saved, self._offer.track_slot), track=True)
+    def _finish(self, metadata: HandoffMetadata) -> None:
+        """Every layer must have had everything before decode is told so."""
+        behind = {layer for layer, page in self._next_page.items() if page != self._num_pages()} | self._no_state
+        if self._track is TrackState.RECEIVED:
+            behind |= self._no_track
+        if behind:
+            raise TransferError(
+                f"room {self._offer.room}: not all of layers {sorted(behind)} was sent", code="incomplete"
+            )
+        is_end = metadata.tracked_position == metadata.num_prompt_tokens
+        if is_end and self._offer.track_slot is not None and self._track is TrackState.NONE:
+            self._track = TrackState.SAME_AS_FINAL
+        self.payload = msgspec.msgpack.encode(metadata)

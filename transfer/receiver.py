@@ -166,6 +166,14 @@ class DecodeTransfer:
     def poll(self) -> list[DecodeEvent]:
         return self._events.drain()
 
+    def room_states(self) -> dict[int, str]:
+        """State of the lease of every room; `quarantined` for one that drains and whose sender is lost."""
+        with self._lock:
+            return {
+                room: "quarantined" if lease.writer in self._fences else lease.state.value
+                for room, lease in self._leases.items()
+            }
+
     def stats(self) -> dict[str, Any]:
         """quarantined: leases whose sender is lost and may still write."""
         with self._lock:
@@ -366,9 +374,9 @@ class DecodeTransfer:
             lease = self._lease_of(link, message)
             if lease is None or not lease.live or lease.incoming is None:
                 return
-        lease.incoming.pages_landed(message.num_pages)
-        if message.state:
-            lease.incoming.state_landed()
+        for each in message.landings:
+            layers = range(each.first_layer, each.end_layer)
+            lease.incoming.landed(layers, num_pages=each.num_pages, state=each.state, track=each.track)
 
     def _commit(self, link: Link, message: Commit) -> None:
         """Every byte is in place: check them, then give the lease back as a success."""

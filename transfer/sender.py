@@ -43,8 +43,8 @@ from transfer.messages import (
     Opened,
     Pong,
 )
-from transfer.plan import batches
-from transfer.posting import Finish, Job, Pages, Posting, State
+from transfer.plan import all_layers, batches
+from transfer.posting import Finish, Job, Piece, Posting, Ready
 from transfer.room import Peer, Room, RoomState
 from transfer.server import FrameServer
 from transfer.transport import Block, Transport
@@ -54,6 +54,23 @@ log = logging.getLogger(__name__)
 MAX_WRITE_BYTES = 32 << 20
 ROOM_LIMIT = 2**63
 GREETINGS, GREETING_BYTES = 3, 4096
+
+
+class Outgoing:
+    """A piece of a prompt whose layers are being completed. Belongs to one use of a room: when that is over, what is
+    still said here goes nowhere. Any thread may call."""
+
+    def __init__(self, piece: Piece, layout: StateLayout, submit: Callable[[Job], None]) -> None:
+        self._piece, self._submit = piece, submit
+        self._layers, self._all = {pool.layer for pool in layout.pools}, all_layers(layout)
+
+    def layer_done(self, layer: int) -> None:
+        """The piece is complete in this layer. Layers without state are no news."""
+        if layer in self._layers:
+            self._submit(Ready(self._piece, range(layer, layer + 1)))
+
+    def all_done(self) -> None:
+        self._submit(Ready(self._piece, self._all))
 
 
 class PrefillTransfer:
@@ -118,21 +135,27 @@ class PrefillTransfer:
                 case RoomState.OFFERED:
                     self._begin(entry)
 
+    def announce(self, room: int, piece: Piece) -> Outgoing:
+        """A step is about to compute the piece; what is returned sends it, as soon as a layer is done or all are.
+
+        Each layer gets the pieces of a prompt in order, the slots with the last one.
+        """
+        with self._lock:
+            entry = self._rooms.get(room)
+        return Outgoing(piece, self._layout, lambda job: self._submit(entry, job))
+
     def send_pages(self, room: int, first_page_index: int, src_pages: Sequence[int]) -> None:
         """KV of prompt pages first_page_index … is complete in `src_pages`. Calls are in the order of the prompt."""
-        self._submit(room, Pages(first_page_index, tuple(src_pages)))
+        self.announce(room, Piece(first_page_index, tuple(src_pages))).all_done()
 
     def send_state(self, room: int, slot: int, track_slot: int | None = None) -> None:
-        """The final conv and SSM state is complete in `slot`, the tracked one in `track_slot`.
-
-        The metadata's tracked_position says whether the latter is sent: not when there is none, nor when it is the end
-        of the prompt, where both states are the same.
-        """
-        self._submit(room, State(slot, track_slot))
+        """The final conv and SSM state is complete in `slot`, a saved one of an earlier position in `track_slot`."""
+        self.announce(room, Piece(0, (), slot, track_slot)).all_done()
 
     def commit(self, room: int, metadata: HandoffMetadata) -> None:
         """Compute is finished and everything was sent. Pages and slots stay as they are until `Released`."""
-        self._submit(room, Finish(metadata))
+        with self._lock:
+            self._submit(self._rooms.get(room), Finish(metadata))
 
     def abort(self, room: int, error: ServingError) -> None:
         """End the room on both sides. A room that is over already is no fault."""
@@ -143,6 +166,11 @@ class PrefillTransfer:
 
     def poll(self) -> list[PrefillEvent]:
         return self._events.drain()
+
+    def room_states(self) -> dict[int, str]:
+        """State of every room that the prefill leg has come for."""
+        with self._lock:
+            return {room: entry.state.value for room, entry in self._rooms.items() if entry.rid is not None}
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
@@ -203,9 +231,8 @@ class PrefillTransfer:
         self._events.put(RoomDeclined(entry.room))
         self._remove(entry)
 
-    def _submit(self, room: int, job: Job) -> None:
+    def _submit(self, entry: Room | None, job: Job) -> None:
         with self._lock:
-            entry = self._rooms.get(room)
             if entry is None or not entry.live:
                 return  # it failed; the event is on its way
             if isinstance(job, Finish):
@@ -213,7 +240,7 @@ class PrefillTransfer:
             if entry.state is RoomState.EXPECTED:
                 entry.waiting.append(job)
                 return
-            assert entry.peer is not None, f"room {room}: a job for a room that is {entry.state}"
+            assert entry.peer is not None, f"room {entry.room}: a job for a room that is {entry.state}"
             if isinstance(job, Finish):
                 self._set_transfer_deadline(entry)
             entry.peer.jobs.put((entry, job))
@@ -453,7 +480,7 @@ class PrefillTransfer:
         """Write, hash while the bytes are on their way, then commit; if there is more to come, say what has landed."""
         posting, peer = entry.posting, entry.peer
         assert posting is not None and peer is not None
-        blocks = [block for job in jobs for block in posting.add(job)]
+        blocks = posting.add(jobs)
         for batch in batches(blocks, MAX_WRITE_BYTES):
             if not entry.live:
                 return

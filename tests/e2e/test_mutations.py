@@ -24,13 +24,14 @@ import engine.runner
 import engine.scheduler
 from common.config import LoopbackFaults, Verify
 from decode_node.rank import DecodeRole
-from engine.batch import ForwardBatch, Row, Track
+from engine.batch import ForwardBatch, OnLayer, Row, Track
 from engine.pools import StatePools
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.tracking import Boundary
 from tests.e2e.test_state_tracking import Case, References, assert_cold, run, save_model
-from transfer.sender import PrefillTransfer
+from transfer.posting import Piece
+from transfer.sender import Outgoing, PrefillTransfer
 
 Patch = pytest.MonkeyPatch
 Break = Callable[[Patch], None]
@@ -166,8 +167,8 @@ def donated_slot_also_written(patch: Patch) -> None:
     """A sequence that has saved a state goes on writing into the slot that it gave away."""
     original = ModelRunner.forward
 
-    def forward(self: ModelRunner, rows: Sequence[Row]) -> Tensor:
-        logits = original(self, rows)
+    def forward(self: ModelRunner, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Tensor:
+        logits = original(self, rows, on_layer)
         given = given_away(id(self))
         for row in rows:
             if row.start == 0:
@@ -312,14 +313,15 @@ def received_track_slot_cleared(patch: Patch) -> None:
 
 
 def anothers_track_slot_sent(patch: Patch) -> None:
-    send_state, slots = PrefillTransfer.send_state, list[int]()
+    announce, slots = PrefillTransfer.announce, list[int]()
 
-    def swapped(self: PrefillTransfer, room: int, slot: int, track_slot: int | None = None) -> None:
-        if track_slot is not None:
-            slots.append(track_slot)
-        send_state(self, room, slot, None if track_slot is None else slots[-2:][0])
+    def swapped(self: PrefillTransfer, room: int, piece: Piece) -> Outgoing:
+        if piece.track_slot is not None:
+            slots.append(piece.track_slot)
+            piece = piece._replace(track_slot=slots[-2:][0])
+        return announce(self, room, piece)
 
-    patch.setattr(PrefillTransfer, "send_state", swapped)
+    patch.setattr(PrefillTransfer, "announce", swapped)
 
 
 WIRE = [

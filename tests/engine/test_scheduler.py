@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import CapacityError
 from common.sampling import LogprobOptions, SamplingParams
 from engine.allocator import PageAllocator, SlotAllocator
-from engine.batch import Row
+from engine.batch import OnLayer, Row
 from engine.device import Device
 from engine.memory import SequenceMemory
 from engine.radix_cache import RadixCache
@@ -42,7 +42,7 @@ class BookkeepingRunner:
         for source, target in zip(sources, targets, strict=True):
             self.slot_tokens[target] = list(self.slot_tokens[source])
 
-    def forward(self, rows: Seq[Row]) -> Tensor:
+    def forward(self, rows: Seq[Row], on_layer: OnLayer | None = None) -> Tensor:
         slots = [r.slot for r in rows] + [r.track.slot for r in rows if r.track]
         assert rows and len(set(slots)) == len(slots) and 0 not in slots
         return torch.cat([self._row(row) for row in rows])

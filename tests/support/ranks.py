@@ -33,10 +33,12 @@ from common.errors import ErrorRecord
 from common.handoff import RoomAddress
 from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
 from decode_node.rank import DecodeRole, DecodeRoom
+from engine.batch import OnLayer
 from engine.device import PlannedRow, StepResult
 from engine.scheduler import Scheduler
 from engine.sequence import Emission
 from engine.sequence import Sequence as EngineSequence
+from node.accounting import NO_ROOMS
 from node.messages import Abort, Failure, Query, Reply, Submit, Timing, Updates
 from node.rank import Role as RankRole
 from node.rank import Waker
@@ -114,18 +116,18 @@ class Snapshots:
         self.received: dict[int, tuple[Tensor, ...]] = {}
 
     def watch(self, prefill: PrefillRole, decode: DecodeRole) -> None:
-        send_state, adopt = prefill._send_state, decode._adopt
+        commit, adopt = prefill._commit, decode._adopt
 
-        def watched_send(emission: Emission) -> None:
+        def watched_commit(emission: Emission) -> None:
             room = prefill.room_of[emission.sequence].room
             self.sent[room] = state_bytes(prefill, emission.sequence)
-            send_state(emission)
+            commit(emission)
 
         def watched_adopt(room: DecodeRoom, event: object) -> None:
             self.received[room.address.room] = state_bytes(decode, room.sequence)
             adopt(room, event)  # type: ignore[arg-type]
 
-        prefill._send_state = watched_send  # type: ignore[method-assign]
+        prefill._commit = watched_commit  # type: ignore[method-assign]
         decode._adopt = watched_adopt  # type: ignore[method-assign]
 
 
@@ -283,8 +285,10 @@ class LateThread:
     def __init__(self) -> None:
         self._waiting: list[_LateStep] = []
 
-    def submit(self, run: Callable[..., StepResult], rows: Sequence[PlannedRow]) -> Future[StepResult]:
-        step = _LateStep(self, lambda: run(rows))
+    def submit(
+        self, run: Callable[..., StepResult], rows: Sequence[PlannedRow], on_layer: OnLayer | None
+    ) -> Future[StepResult]:
+        step = _LateStep(self, lambda: run(rows, on_layer))
         self._waiting.append(step)
         return step
 
@@ -316,8 +320,17 @@ def run_late(ranks: Ranks) -> None:
         device._thread = LateThread()
 
 
+def assert_all_owned(role: RankRole) -> None:
+    """There is nothing that the rank would call a leak if it stayed so. (That a room is over for the transfer alone is
+    normal: its event waits.)"""
+    rooms = role._rooms_seen() if isinstance(role, PrefillRole | DecodeRole) else NO_ROOMS
+    unowned = role.host.accounts.unowned(rooms)  # type: ignore[attr-defined]
+    assert not [item for item in unowned if item.kind not in ("room", "lease")]
+
+
 def check_integrity(role: RankRole) -> None:
     """AssertionError unless free + owned + cached = all, for pages and slots, whatever is running or in flight."""
+    assert_all_owned(role)
     host = role.host  # type: ignore[attr-defined]
     memory, launched = host.scheduler.memory, host.scheduler._in_flight
     shares = launched.shares if launched else []
@@ -325,7 +338,8 @@ def check_integrity(role: RankRole) -> None:
     owners = {id(s): s for s in (*host.sequences.values(), *(r.sequence for r in rooms), *(s.sequence for s in shares))}
     pages = [page for s in owners.values() for page in s.own_pages]
     tracks = [share.track.slot for share in shares if share.track] + [getattr(r, "track_slot", None) for r in rooms]
-    slots = [slot for slot in (*(s.slot for s in owners.values()), *tracks) if slot is not None]
+    spare = [slot for s in owners.values() for slot in s.spare_slots]
+    slots = [slot for slot in (*(s.slot for s in owners.values()), *tracks, *spare) if slot is not None]
     if memory.cache is not None:
         memory.cache.check_integrity(request_pages=pages, request_slots=slots)
         return

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import xxhash
 from transfer_rig import Decode, Pools, Prefill, metadata
@@ -18,6 +19,7 @@ from common.layout import StateKind
 from transfer import Committed, Released, RoomDeclined, RoomFailed, RoomOpened, Sent, TrackState
 from transfer.loopback import LoopbackTransport
 from transfer.messages import Commit, Decline
+from transfer.posting import Posting
 from transfer.transport import Block
 
 Make = Callable[..., Any]
@@ -212,13 +214,14 @@ def test_no_byte_of_the_track_slot_is_sent(
 
 @pytest.mark.parametrize("verify", [Verify.OFF, Verify.DIGEST])
 def test_state_and_commit_may_be_far_apart(config: Config, prefill: Make, decode: Make, verify: Verify) -> None:
-    """The final state is written at once; the track slot when the metadata says that it is worth it."""
+    """The state is written at once, whenever the metadata come."""
     p, d = prefill(config(verify=verify), transport=Spy()), decode(config(verify=verify))
     open_room(p, d)
     p.transfer.send_pages(1, 0, HERE)
     p.transfer.send_state(1, SLOT_HERE, TRACK_HERE)
     d.until(lambda: d.pools.state(THERE, SLOT_THERE) == p.pools.state(HERE, SLOT_HERE))
-    assert d.pools.state([], TRACK_THERE) != p.pools.state([], TRACK_HERE)
+    d.until(lambda: d.pools.state([], TRACK_THERE) == p.pools.state([], TRACK_HERE))
+    assert not d.of(Committed, 1)
     p.transfer.commit(1, metadata(1))
     assert d.wait_for(Committed, 1).track is TrackState.RECEIVED
     assert d.pools.state([], TRACK_THERE) == p.pools.state([], TRACK_HERE)
@@ -325,8 +328,12 @@ def test_a_claim_that_contradicts_the_metadata_is_refused(
     claim: TrackState,
 ) -> None:
     p, d = prefill(config(verify=verify)), decode(config(verify=verify))
-    monkeypatch.setattr("transfer.posting.Posting._plan_track", lambda posting: [])
-    monkeypatch.setattr("transfer.posting.Posting._track_of", lambda posting, metadata: claim)
+    commit = Posting.commit
+
+    def claiming(posting: Posting, payload: bytes, seconds: float) -> Commit:
+        return msgspec.structs.replace(commit(posting, payload, seconds), track=claim)
+
+    monkeypatch.setattr(Posting, "commit", claiming)
     open_room(p, d, track=offered)
     p.send(1, HERE, SLOT_HERE, TRACK_HERE, tracked_position=position)
     wanted = {"bad_metadata"} if verify is Verify.OFF else {"bad_metadata", "digest_mismatch"}

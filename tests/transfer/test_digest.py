@@ -10,7 +10,7 @@ from transfer_rig import Pools, make_layout
 
 from common.config import Verify
 from common.layout import PoolPlacement, StateKind
-from transfer.digest import PagesDigest, StateReader, pages_digest, slot_digests, track_digest
+from transfer.digest import StateDigests, StateReader
 from transfer.loopback import LoopbackTransport
 
 
@@ -27,30 +27,63 @@ def slow(pools: Pools, items: list[int], *kinds: StateKind) -> bytes:
     return xxhash.xxh3_64_digest(b"".join(digests))
 
 
+EVERYWHERE = range(5)
+
+
+def kv_digest(reader: StateReader, pages: list[int], cut: int = 0) -> bytes:
+    running = StateDigests(reader, Verify.DIGEST)
+    running.pages(EVERYWHERE, pages[:cut])
+    running.pages(EVERYWHERE, pages[cut:])
+    return running.digests()["kv"]
+
+
+def slot_digests(
+    reader: StateReader, slot: int, *, track: bool = False, verify: Verify = Verify.DIGEST
+) -> dict[str, bytes]:
+    digests = StateDigests(reader, verify)
+    digests.slot(EVERYWHERE, slot, track=track)
+    return {part: digest for part, digest in digests.digests().items() if part != "kv"}
+
+
 @pytest.mark.parametrize("pages", [[1], [1, 2, 3], [5, 1, 9], [4, 5, 1, 2, 31], []])
 def test_pages_as_the_slow_twin(pools: Pools, pages: list[int]) -> None:
     reader = StateReader(pools.layout, pools.placements)
     expected = slow(pools, pages, StateKind.KV)
-    assert pages_digest(reader, pages, Verify.DIGEST) == expected
-    for cut in range(len(pages) + 1):
-        running = PagesDigest(reader, Verify.DIGEST)
-        running.update(pages[:cut])
-        running.update(pages[cut:])
-        assert running.digest() == expected
+    assert [kv_digest(reader, pages, cut) for cut in range(len(pages) + 1)] == [expected] * (len(pages) + 1)
+
+
+def test_the_order_of_layers_and_pieces_does_not_show(pools: Pools) -> None:
+    """Each layer gets its pages in order, but one layer may be far ahead of another."""
+    reader = StateReader(pools.layout, pools.placements)
+    whole, parts = (StateDigests(reader, Verify.DIGEST) for _ in range(2))
+    whole.pages(EVERYWHERE, [3, 4, 9])
+    whole.slot(EVERYWHERE, 2, track=False)
+    whole.slot(EVERYWHERE, 5, track=True)
+    parts.slot((3,), 5, track=True)
+    parts.pages((4,), [3, 4])
+    parts.pages((4,), [9])
+    for layer in (2, 3, 0):
+        parts.slot((layer,), 2, track=False)
+    parts.pages((1,), [3])
+    for layer in (0, 2):
+        parts.slot((layer,), 5, track=True)
+    parts.pages((1,), [4, 9])
+    assert whole.digests() == parts.digests()
+    assert sorted(whole.digests()) == ["conv", "kv", "ssm", "track"]
 
 
 def test_slots_as_the_slow_twin(pools: Pools) -> None:
     reader = StateReader(pools.layout, pools.placements)
-    assert slot_digests(reader, 3, Verify.DIGEST) == {
+    assert slot_digests(reader, 3) == {
         "conv": slow(pools, [3], StateKind.CONV),
         "ssm": slow(pools, [3], StateKind.SSM),
     }
-    assert track_digest(reader, 5, Verify.DIGEST) == slow(pools, [5], StateKind.CONV, StateKind.SSM)
+    assert slot_digests(reader, 5, track=True)["track"] == slow(pools, [5], StateKind.CONV, StateKind.SSM)
 
 
 def test_full_adds_sha256(pools: Pools) -> None:
     reader = StateReader(pools.layout, pools.placements)
-    quick, full = (slot_digests(reader, 3, verify)["ssm"] for verify in (Verify.DIGEST, Verify.FULL))
+    quick, full = (slot_digests(reader, 3, verify=verify)["ssm"] for verify in (Verify.DIGEST, Verify.FULL))
     assert (len(quick), len(full)) == (8, 8 + hashlib.sha256().digest_size)
 
 
@@ -66,22 +99,22 @@ def test_strided_pools_hash_alike(pools: Pools) -> None:
         address = wide._own[-1].address
         moved.append(PoolPlacement(base=address, stride_bytes=stride, count=pools.placements[i].count))
     here, there = StateReader(pools.layout, pools.placements), StateReader(pools.layout, moved)
-    assert pages_digest(here, [1, 2, 7], Verify.DIGEST) == pages_digest(there, [1, 2, 7], Verify.DIGEST)
-    assert slot_digests(here, 1, Verify.DIGEST) == slot_digests(there, 1, Verify.DIGEST)
-    assert track_digest(here, 2, Verify.DIGEST) == track_digest(there, 2, Verify.DIGEST)
+    assert kv_digest(here, [1, 2, 7]) == kv_digest(there, [1, 2, 7])
+    assert slot_digests(here, 1) == slot_digests(there, 1)
+    assert slot_digests(here, 2, track=True) == slot_digests(there, 2, track=True)
 
 
 def test_any_flipped_byte_shows(pools: Pools) -> None:
     reader = StateReader(pools.layout, pools.placements)
-    before = slot_digests(reader, 3, Verify.DIGEST)
+    before = slot_digests(reader, 3)
     for pool in pools.of(StateKind.CONV, StateKind.SSM):
         for position in (0, pools.layout.pools[pool].item_bytes - 1):
             pools.item(pool, 3)[position] ^= 1
-            after = slot_digests(reader, 3, Verify.DIGEST)
+            after = slot_digests(reader, 3)
             assert [part for part in before if before[part] != after[part]] == [pools.layout.pools[pool].kind.value]
             pools.item(pool, 3)[position] ^= 1
 
 
 def test_order_counts(pools: Pools) -> None:
     reader = StateReader(pools.layout, pools.placements)
-    assert pages_digest(reader, [1, 2], Verify.DIGEST) != pages_digest(reader, [2, 1], Verify.DIGEST)
+    assert kv_digest(reader, [1, 2]) != kv_digest(reader, [2, 1])

@@ -15,7 +15,7 @@ from common.errors import AbortedError, RequestError, TransferError
 from common.handoff import RoomAddress
 from common.layout import StateKind
 from transfer import Committed, Released, RoomFailed, RoomOpened, Sent
-from transfer.digest import PagesDigest
+from transfer.digest import StateDigests
 from transfer.loopback import LoopbackTransport
 from transfer.transport import Block
 
@@ -378,7 +378,7 @@ def test_what_breaks_while_bytes_are_on_their_way(
     """A write that broke quarantines the lease; when our own code broke, the write is waited for."""
     p, d = prefill(config(), transport=HeldTransport()), decode(config())
     if by == "hash":
-        monkeypatch.setattr(PagesDigest, "update", lambda *_: 1 / 0)
+        monkeypatch.setattr(StateDigests, "pages", lambda *_: 1 / 0)
     start(p, d, 1)
     p.transport.fails = by == "link"
     p.send(1, HERE, 1)
@@ -402,10 +402,10 @@ def test_earlier_chunks_are_hashed_before_the_commit(config: Config, prefill: Ma
     incoming = d.transfer._leases[1].incoming
     for first, end in ((0, 2), (2, 3)):
         p.transfer.send_pages(1, first, HERE[first:end])
-        d.until(lambda end=end: incoming._hashed == end)
+        d.until(lambda end=end: {incoming._next_page[layer] for layer in (1, 4)} == {end})
     p.transfer.send_pages(1, 3, HERE[3:])
     p.transfer.send_state(1, 1, None)
-    d.until(lambda: {"conv", "ssm"} <= incoming._slots.keys())
+    d.until(lambda: incoming._hashed == {(layer, False) for layer in range(5)})
     p.transfer.commit(1, metadata(1))
     d.wait_for(Committed, 1)
 

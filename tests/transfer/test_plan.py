@@ -8,7 +8,7 @@ import pytest
 from transfer_rig import make_layout
 
 from common.layout import PoolPlacement, StateKind, StateLayout
-from transfer.plan import batches, coalesce, plan_pages, plan_slot
+from transfer.plan import all_layers, batches, coalesce, plan_pages, plan_slot
 from transfer.transport import Block
 
 
@@ -64,6 +64,7 @@ def naive(
 
 
 LAYOUT = make_layout()
+EVERYWHERE = all_layers(LAYOUT)
 KV, STATE = {StateKind.KV}, {StateKind.CONV, StateKind.SSM}
 
 
@@ -74,7 +75,7 @@ def test_pages_as_listed(gap_here: int, gap_there: int) -> None:
         for here in itertools.permutations(range(1, 4), count):
             for there in itertools.permutations((3, 4, 5, 9), count):
                 pairs = list(zip(here, there, strict=True))
-                planned = plan_pages(LAYOUT, mine, theirs, pairs)
+                planned = plan_pages(LAYOUT, mine, theirs, pairs, EVERYWHERE)
                 assert moved(planned) == moved(naive(LAYOUT, mine, theirs, pairs, KV))
 
 
@@ -82,30 +83,42 @@ def test_pages_as_listed(gap_here: int, gap_there: int) -> None:
 def test_slot_as_listed(track: bool) -> None:
     mine, theirs = place(LAYOUT, 1000, 0), place(LAYOUT, 10**6, 8)
     for pair in itertools.product(range(1, 4), repeat=2):
-        planned = plan_slot(LAYOUT, mine, theirs, pair, track=track)
+        planned = plan_slot(LAYOUT, mine, theirs, pair, EVERYWHERE, track=track)
         listed = naive(LAYOUT, mine, theirs, [pair], STATE, "track" if track else None)
         assert moved(planned) == moved(listed)
 
 
 def test_neighbours_at_both_ends_become_one_block() -> None:
     mine, theirs = place(LAYOUT, 0, 0), place(LAYOUT, 10**6, 0)
-    assert len(plan_pages(LAYOUT, mine, theirs, [(1, 5), (2, 6), (3, 7)])) == 4  # one for each of K and V of two layers
-    assert len(plan_pages(LAYOUT, mine, theirs, [(1, 5), (2, 6), (3, 8)])) == 8
-    assert len(plan_pages(LAYOUT, mine, theirs, [(1, 6), (2, 5)])) == 8
+    pages = [(1, 5), (2, 6), (3, 7)]
+    assert len(plan_pages(LAYOUT, mine, theirs, pages, EVERYWHERE)) == 4  # one for each of K and V of two layers
+    assert len(plan_pages(LAYOUT, mine, theirs, [(1, 5), (2, 6), (3, 8)], EVERYWHERE)) == 8
+    assert len(plan_pages(LAYOUT, mine, theirs, [(1, 6), (2, 5)], EVERYWHERE)) == 8
 
 
 def test_layers_side_by_side_become_one_block() -> None:
     mine, theirs = interleave(LAYOUT, 0, KV), interleave(LAYOUT, 10**6, KV)
-    assert len(plan_pages(LAYOUT, mine, theirs, [(1, 5), (2, 6)])) == 1
+    assert len(plan_pages(LAYOUT, mine, theirs, [(1, 5), (2, 6)], EVERYWHERE)) == 1
     mine, theirs = interleave(LAYOUT, 0, STATE), interleave(LAYOUT, 10**6, STATE)
-    assert len(plan_slot(LAYOUT, mine, theirs, (1, 5), track=True)) == 1
-    assert len(plan_slot(LAYOUT, mine, theirs, (1, 5), track=False)) == 6  # conv and ssm are different parts
+    assert len(plan_slot(LAYOUT, mine, theirs, (1, 5), EVERYWHERE, track=True)) == 1
+    assert (
+        len(plan_slot(LAYOUT, mine, theirs, (1, 5), EVERYWHERE, track=False)) == 6
+    )  # conv and ssm are different parts
+
+
+def test_layers_one_by_one_are_all_of_them() -> None:
+    mine, theirs = place(LAYOUT, 1000, 0), place(LAYOUT, 10**6, 8)
+    pages = [(1, 5), (2, 6), (3, 8)]
+    blocks = [block for layer in EVERYWHERE for block in plan_pages(LAYOUT, mine, theirs, pages, (layer,))]
+    assert moved(blocks) == moved(plan_pages(LAYOUT, mine, theirs, pages, EVERYWHERE))
+    blocks = [b for layer in EVERYWHERE for b in plan_slot(LAYOUT, mine, theirs, (1, 5), (layer,), track=False)]
+    assert moved(blocks) == moved(plan_slot(LAYOUT, mine, theirs, (1, 5), EVERYWHERE, track=False))
 
 
 def test_offsets_beyond_32_bits() -> None:
     base = 1 << 40
     mine, theirs = place(LAYOUT, base, 0), place(LAYOUT, base * 2, 0)
-    (first, *_) = plan_pages(LAYOUT, mine, theirs, [(1, 2)])
+    (first, *_) = plan_pages(LAYOUT, mine, theirs, [(1, 2)], EVERYWHERE)
     assert (first.src, first.dst) == (base + 256, base * 2 + 512)
 
 

@@ -196,11 +196,11 @@ class Prefill(Side):
         first: int = 0,
         tracked_position: int = 8,
     ) -> None:
-        """Pages in two chunks, then the state, then the commit."""
+        """Pages in two chunks, then the state, then the commit. A state at the end of the prompt is not sent twice."""
         half = len(pages) // 2
         self.transfer.send_pages(room, first, pages[:half])
         self.transfer.send_pages(room, first + half, pages[half:])
-        self.transfer.send_state(room, slot, track)
+        self.transfer.send_state(room, slot, track if 0 < tracked_position < 11 else None)
         self.transfer.commit(room, metadata(room, tracked_position=tracked_position))
 
     def close(self) -> None:
