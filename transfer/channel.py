@@ -189,14 +189,15 @@ async def connect(host: str, port: int) -> Channel:
 
 
 async def _first_to_answer(addresses: Iterable[tuple[Any, ...]]) -> socket.socket:
-    """Raises OSError, with every reason."""
-    reasons = []
+    """Raises OSError, with every reason: ConnectionRefusedError when nobody listens at any of them."""
+    reasons: list[OSError] = []
     for family, kind, protocol, _, address in addresses:
         try:
             return await _connected(socket.socket(family, kind, protocol), address)
         except OSError as error:
-            reasons.append(str(error))
-    raise OSError("; ".join(dict.fromkeys(reasons)))
+            reasons.append(error)
+    refused = all(isinstance(reason, ConnectionRefusedError) for reason in reasons)
+    raise (ConnectionRefusedError if refused else OSError)("; ".join(dict.fromkeys(map(str, reasons))))
 
 
 async def _connected(sock: socket.socket, address: Any) -> socket.socket:

@@ -6,7 +6,8 @@
     anything wrong, at any time: RoomFailed at once (DRAINING), Released when no write of the room can land any more
 
 No write can land any more when the sender says Drained, or when the sender is dead and the last of its data connections
-to this process is gone. Time alone frees nothing: a stopped sender may wake up and write.
+to this process is gone. Dead is a sender at whose address nobody listens any more, or another process does. Time alone
+frees nothing: a stopped sender may wake up and write.
 
 Threads: the scheduler calls; one loop thread does everything else. A lock guards leases and peers; nobody waits while
 holding it.
@@ -66,14 +67,16 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Fence:
-    """What keeps the leases of a lost sender from being released: its data connections. None: they cannot be seen.
+    """What keeps the leases of a lost sender from being released.
 
-    rank: where it listened; it may be alive behind a broken connection, so it is asked again from time to time.
+    rank: where it listened; it may be alive behind a broken connection, so it is asked until it is known to be dead.
+    connections: what is left of its data connections once it is dead; None: they cannot be seen.
     """
 
     rank: Address
-    connections: frozenset[str] | None
     asked_s: float
+    dead: bool = False
+    connections: frozenset[str] | None = None
 
 
 class DecodeTransfer:
@@ -225,9 +228,12 @@ class DecodeTransfer:
                 link.channel.send(Abort(room=lease.room, lease=lease.open.lease, error=error.record()))
 
     def _release(self, lease: Lease) -> None:
+        self._remove(lease)
+        self._events.put(Released(lease.room))
+
+    def _remove(self, lease: Lease) -> None:
         lease.move(LeaseState.RELEASED)
         del self._leases[lease.room]
-        self._events.put(Released(lease.room))
 
     def _of_writer(self, instance: str, state: LeaseState) -> list[Lease]:
         return [lease for lease in self._leases.values() if lease.writer == instance and lease.state is state]
@@ -302,11 +308,13 @@ class DecodeTransfer:
         link = Link(channel, theirs, self._transport.outbound)
         with self._lock:
             self._links[rank] = link
-            # The same process behind a new connection: its word is worth more than the fence.
             if self._fences.pop(theirs.instance, None):
+                # The same process behind a new connection: its word is worth more than the fence.
                 error = WorkerError("the connection was lost", code="peer_lost").record()
                 for lease in self._of_writer(theirs.instance, LeaseState.DRAINING):
                     channel.send(Abort(room=lease.room, lease=lease.open.lease, error=error))
+            for fence in [fence for fence in self._fences.values() if fence.rank == rank]:
+                self._bury(fence)
         log.info("connected to prefill rank %s at %s:%s", theirs.node_id, *rank)
         self._thread.spawn(self._listen(rank, link))
         return link
@@ -400,8 +408,7 @@ class DecodeTransfer:
             link.channel.send(Accepted(room=lease.room, lease=lease.open.lease))
             self._counts["committed"] += 1
             self._bytes.update(message.bytes_by_part)
-            lease.move(LeaseState.RELEASED)
-            del self._leases[lease.room]
+            self._remove(lease)
 
     def _check(self, lease: Lease, message: Commit) -> HandoffMetadata:
         """Compare every part's digest. Raises TransferError `digest_mismatch` naming the parts, or `bad_metadata`."""
@@ -438,11 +445,27 @@ class DecodeTransfer:
         self._raise_fence(link, rank)
 
     def _raise_fence(self, link: Link, rank: Address) -> None:
-        """Hold what a lost sender may still write to; ask the living which of the connections are theirs."""
+        """Hold what a lost sender may still write to, and look whether it is dead."""
         instance = link.peer.instance
-        if not self._of_writer(instance, LeaseState.DRAINING):
+        if self._of_writer(instance, LeaseState.DRAINING):
+            self._fences[instance] = _Fence(rank, time.monotonic())
+            self._thread.spawn(self._seek(self._fences[instance]))
+
+    async def _seek(self, fence: _Fence) -> None:
+        """Connect to a lost sender: one that is alive after all can say what it still has in flight (`_connect`)."""
+        try:
+            await self._connect_once(fence.rank)
+        except ServingError as error:
+            log.debug("lost prefill rank at %s:%s: %s", *fence.rank, brief(error))
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                with self._lock:
+                    self._bury(fence)
+
+    def _bury(self, fence: _Fence) -> None:
+        """The sender is dead. What it sent may still be on its way; ask the living which connections are theirs."""
+        if fence.dead:
             return
-        self._fences[instance] = _Fence(rank, self._transport.inbound(), time.monotonic())
+        fence.dead, fence.connections = True, self._transport.inbound()
         for other in self._links.values():
             other.channel.send(Ping(lanes=True))
         self._check_fences()
@@ -493,16 +516,9 @@ class DecodeTransfer:
             self._fail(lease, _timed_out(lease))
         self._check_fences()
         for fence in self._fences.values():
-            if now - fence.asked_s > self._config.liveness_timeout_s / 2 and fence.rank not in self._links:
+            if not fence.dead and now - fence.asked_s > self._config.liveness_timeout_s / 4:
                 fence.asked_s = now
-                self._thread.spawn(self._reconnect(fence.rank))
-
-    async def _reconnect(self, rank: Address) -> None:
-        """A lost sender that is alive after all can say what it still has in flight."""
-        try:
-            await self._connect_once(rank)
-        except ServingError as error:
-            log.debug("lost prefill rank at %s:%s: %s", *rank, brief(error))
+                self._thread.spawn(self._seek(fence))
 
 
 async def _share(

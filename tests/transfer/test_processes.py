@@ -242,23 +242,74 @@ def test_prefill_comes_back_on_the_same_port(
 
 
 def test_a_lost_connection_between_living_processes(config: Config, prefill: Make, decode: Make) -> None:
-    """The sender is asked again over a new connection, and its word frees what the old one left behind."""
+    """The sender is asked again over a new connection, and only its word frees what it may still write to."""
     layout = wide_layout(4 << 20)
     p = prefill(config(LoopbackFaults(bandwidth_bytes_s=8e6)), layout)
     d = decode(config(liveness_timeout_s=0.4), layout)
-    d.transport.inbound = lambda: frozenset({"192.0.2.1:9"})  # a connection that never goes away
     p.transfer.expect(1, "r", 5)
     d.transfer.open(p.address(1), "r", THERE, 2)
     p.wait_for(RoomOpened, 1)
     p.send(1, HERE, 1)
+    target = d.pools.item(2, 2)
+    before = target.copy()
+    d.until(lambda: (target != before).any())
     (link,) = d.transfer._links.values()
     link.channel.shut()
     assert d.wait_for(RoomFailed, 1, 1).error.code == "peer_lost"
     assert p.wait_for(RoomFailed, 1, 1).error.code == "peer_lost"
-    assert d.transfer.stats()["quarantined"] == 1
     assert not d.of(Released, 1)
     d.wait_for(Released, 1, 3)
+    landed = target.copy()
     assert p.wait_for(Released, 1, 0.1)
+    time.sleep(0.1)
+    assert (target == landed).all()
+
+
+def abandoned(process: Any, decode: Decode) -> None:
+    """Room 1 is open, its sender is killed, its client has been told."""
+    process.say("expect", 1, "r", 5)
+    decode.transfer.open(address(process, 1), "r", THERE, 2)
+    process.wait_for("RoomOpened", 1)
+    process.signal(signal.SIGKILL)
+    decode.wait_for(RoomFailed, 1, 1)
+
+
+def test_where_connections_cannot_be_seen_a_dead_sender_frees_nothing(
+    config: Config, process: Make, prefill: Make, decode: Make
+) -> None:
+    """As over RDMA and NVLink: what it sent may still be on its way."""
+    settings = config(liveness_timeout_s=0.4, transfer_timeout_s=0.5)
+    d = decode(settings)
+    d.transport.inbound = lambda: None
+    abandoned(process("prefill", settings), d)
+    d.until(lambda: any(fence.dead for fence in d.transfer._fences.values()))
+    assert not d.quiet(0.3)
+    assert d.transfer.stats()["leases"] == {"draining": 1} and d.transfer.stats()["quarantined"] == 1
+    other = prefill(config())
+    other.transfer.expect(2, "r", 5)
+    d.transfer.open(other.address(2), "r", [5, 6], 3)  # what is not in quarantine is of use
+    other.wait_for(RoomOpened, 2)
+    other.send(2, HERE[:2], 1)
+    d.wait_for(Committed, 2)
+
+
+def test_another_process_at_its_address_proves_that_a_sender_is_dead(
+    config: Config, process: Make, prefill: Make, decode: Make
+) -> None:
+    settings = config(liveness_timeout_s=0.4)
+    d = decode(settings)
+    d.transfer._seek = _nowhere  # it has not been looked for yet
+    abandoned(process("prefill", settings), d)
+    assert not d.quiet(0.3) and d.transfer.stats()["quarantined"] == 1
+    (rank,) = (fence.rank for fence in d.transfer._fences.values())
+    successor = prefill(config(), control_port=rank[1])
+    successor.transfer.expect(2, "r", 5)
+    d.transfer.open(successor.address(2), "r", [5, 6], 3)
+    d.wait_for(Released, 1, 3)
+
+
+async def _nowhere(fence: object) -> None:
+    """Finds nobody."""
 
 
 def test_the_scheduler_keeps_running_during_a_write(config: Config, process: Make, prefill: Make) -> None:
