@@ -101,7 +101,7 @@ class LoopbackTransport:
         if faults.delay_s:
             time.sleep(faults.delay_s)
         hit = nth_room % max(1, faults.every) == 0
-        flip = faults.flip if hit else None
+        flip, pace = faults.flip if hit else None, _Pace(faults.bandwidth_bytes_s)
         for block in blocks:
             target = _locate(ranges, block)
             if hit and block.part == faults.fail:
@@ -111,7 +111,7 @@ class LoopbackTransport:
             if hit and block.part == faults.zero:
                 ctypes.memset(target, 0, block.nbytes)
                 continue
-            _copy(target, block, faults.bandwidth_bytes_s)
+            _copy(target, block, pace)
             if block.part == flip:
                 _flip(target + block.nbytes // 2)
                 flip = None
@@ -183,13 +183,25 @@ class LoopbackTransport:
         return _Range(fd, address, nbytes, _address(mapped))
 
 
-def _copy(target: int, block: Block, pace_bytes_s: float) -> None:
+class _Pace:
+    """Waits as a link of so many bytes a second would make a write wait, which begins now; 0: not at all."""
+
+    def __init__(self, bytes_s: float) -> None:
+        self.bytes_s = bytes_s
+        self._due_s = time.monotonic()
+
+    def wait(self, nbytes: int) -> None:
+        if self.bytes_s:
+            self._due_s += nbytes / self.bytes_s
+            time.sleep(max(0.0, self._due_s - time.monotonic()))
+
+
+def _copy(target: int, block: Block, pace: _Pace) -> None:
     """memmove, in steps at the pace of the link when it has one."""
-    step = _PACE_BYTES if pace_bytes_s else block.nbytes
+    step = _PACE_BYTES if pace.bytes_s else block.nbytes
     for offset in range(0, block.nbytes, step):
         nbytes = min(step, block.nbytes - offset)
-        if pace_bytes_s:
-            time.sleep(nbytes / pace_bytes_s)
+        pace.wait(nbytes)
         ctypes.memmove(target + offset, block.src + offset, nbytes)
 
 
