@@ -22,6 +22,7 @@ from common.errors import AbortedError, CapacityError, RequestError, ServingErro
 from common.handoff import HandoffMetadata, RoomAddress, prompt_digest
 from engine.scheduler import StepReport
 from engine.sequence import Sequence
+from node.accounting import Rooms, RoomView
 from node.engine_host import EngineHost, finish_local, local_timing, room_in_use
 from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
@@ -42,6 +43,7 @@ class DecodeRoom:
     deadline_s: float
     track_slot: int | None = None
     failed: bool = False
+    since_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -130,7 +132,17 @@ class DecodeRole:
             "num_receiving": len(self.rooms),
             "transfer": self.transfer.stats(),
         }
-        self.host.answer_query(message, idle=not (self.host.sequences or self.rooms), extra_state=extra)
+        idle = not (self.host.sequences or self.rooms)
+        self.host.answer_query(message, idle=idle, rooms=self._rooms_seen(), extra_state=extra)
+
+    def watch(self, now: float) -> None:
+        self.host.watch(self._rooms_seen(), now)
+
+    def _rooms_seen(self) -> Rooms:
+        states = self.transfer.room_states()
+        views = [_view(room, states.get(number)) for number, room in self.rooms.items()]
+        views += [_view(room, "reserving") for room in self.reserving]
+        return Rooms(views=views, strays={n: state for n, state in states.items() if n not in self.rooms})
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -270,6 +282,17 @@ class DecodeRole:
             self.transfer.abort(room.address.room, WorkerError("the decode node is shutting down"))
         self.transfer.close()
         self.transport.close()
+
+
+def _view(room: DecodeRoom, state: str | None) -> RoomView:
+    return RoomView(
+        room=room.address.room,
+        sequence=room.sequence,
+        since_s=room.since_s,
+        state=state,
+        failed=room.failed,
+        track_slot=room.track_slot,
+    )
 
 
 def _other_prompt(sequence: Sequence, metadata: HandoffMetadata) -> RequestError:

@@ -23,6 +23,7 @@ from node.generate import Generator, json_response
 from node.info import model_info, server_info
 from node.limits import ServingLimits
 from node.messages import Submit
+from node.metrics import CONTENT_TYPE, exposition
 from node.rank_client import RankClient
 from node.requests import GenerateRequest
 from node.tokenizer import Tokenizer
@@ -31,6 +32,9 @@ HEALTH_TIMEOUT_S = 20.0
 FLUSH_RETRY_S = 0.05
 ABORT_WAIT_S = 1.0
 
+DEBUG_LIMIT = 1000
+
+_DEBUG_LIMIT = NumberRule(integer=True, low=1, high=100_000)
 _FLUSH_TIMEOUT = NumberRule(integer=False, low=0, high=600)
 
 
@@ -68,6 +72,7 @@ def create_app(node: ServingNode) -> FastAPI:
     _add_errors(app)
     _add_health(app, node)
     _add_info(app, node)
+    _add_accounts(app, node)
     _add_control(app, node, generator)
     return app
 
@@ -141,16 +146,51 @@ def _add_info(app: FastAPI, node: ServingNode) -> None:
     @app.get("/get_server_info")
     async def get_server_info() -> Response:
         info = server_info(node.config, node.limits, node.client.readies(), bootstrap_port=node.bootstrap_port)
-        states = await asyncio.gather(*(_state(node, rank) for rank in range(node.client.num_ranks)))
-        return json_response({**info, "internal_states": states})
+        states = await _ask_each(node, "state")
+        return json_response({**info, "internal_states": [_or_error(state) for state in states]})
 
 
-async def _state(node: ServingNode, rank: int) -> dict[str, Any]:
-    """A rank's counters, or the error that it cannot tell them for."""
-    try:
-        return await node.client.query(rank, "state", timeout_s=node.query_timeout_s)
-    except ServingError as error:
-        return error.record().body()
+async def _ask_each(node: ServingNode, what: str, *, limit: int = 0) -> list[dict[str, Any] | ServingError]:
+    """What each rank answers, or the error that it cannot answer for."""
+    ranks = range(node.client.num_ranks)
+    asked = (node.client.query(rank, what, timeout_s=node.query_timeout_s, limit=limit) for rank in ranks)
+    return [_expected(found) for found in await asyncio.gather(*asked, return_exceptions=True)]
+
+
+def _expected(found: dict[str, Any] | BaseException) -> dict[str, Any] | ServingError:
+    if isinstance(found, dict | ServingError):
+        return found
+    raise found
+
+
+def _or_error(found: dict[str, Any] | ServingError) -> dict[str, Any]:
+    return found.record().body() if isinstance(found, ServingError) else found
+
+
+def _add_accounts(app: FastAPI, node: ServingNode) -> None:
+    client = node.client
+
+    @app.get("/metrics")
+    async def get_metrics() -> Response:
+        found = await _ask_each(node, "state")
+        states = [None if isinstance(state, ServingError) else state for state in found]
+        text = exposition(
+            node.config.role.value, states, num_unanswered=client.num_unanswered, is_draining=client.is_draining
+        )
+        return Response(text, media_type=CONTENT_TYPE)
+
+    @app.get("/debug/state")
+    async def debug_state(request: Request) -> Response:
+        limit = _read_limit(request.query_params.get("limit"))
+        ranks = await _ask_each(node, "debug", limit=limit)
+        body = {
+            "role": node.config.role.value,
+            "draining": client.is_draining,
+            "requests": client.listing(limit),
+            "omitted": {"requests": max(0, client.num_running - limit)},
+            "ranks": [_or_error(rank) for rank in ranks],
+        }
+        return json_response(body)
 
 
 def _add_control(app: FastAPI, node: ServingNode, generator: Generator) -> None:
@@ -181,6 +221,14 @@ def _add_control(app: FastAPI, node: ServingNode, generator: Generator) -> None:
         rids = [one for rid in named for one in node.client.rids_of(read_string("rid", rid, max_length=1024))]
         node.client.abort(rids, "aborted by request")
         return json_response({"success": True, "ended": await node.client.wait_ended(rids, ABORT_WAIT_S)})
+
+
+def _read_limit(text: str | None) -> int:
+    """Raises RequestError."""
+    if text is None:
+        return DEBUG_LIMIT
+    is_number = text.isascii() and text.isdigit() and len(text) < 10
+    return int(read_number("limit", int(text) if is_number else text, _DEBUG_LIMIT))
 
 
 def _read_timeout(text: str | None) -> float:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +16,15 @@ from common.config import EngineConfig, NodeConfig
 from common.errors import ConfigError, ErrorRecord, RequestError, ServingError
 from common.sampling import TokenLogprob
 from engine.allocator import PageAllocator, SlotAllocator
-from engine.device import Device
+from engine.backend import make_engine
 from engine.memory import SequenceMemory
 from engine.model_config import HybridConfig
 from engine.radix_cache import RadixCache
-from engine.runner import ModelRunner
 from engine.scheduler import Limits, Scheduler, StepReport
 from engine.sequence import Emission, Sequence
 from engine.stopping import StopChecker
 from engine.tracking import Strategy, Tracking, resolve_tracking
+from node.accounting import Accounts, LeakDetector, Rooms
 from node.messages import Failure, FromRank, Query, Ready, Reply, Submit, Timing, Update, Updates
 from node.tokenizer import load_tokenizer
 
@@ -43,21 +44,24 @@ class EngineHost:
         num_pages = config.engine.max_total_tokens // config.engine.page_size
         tracking = resolve_states(config.engine, hybrid, config.model.device)
         self.context_length = resolve_context_length(config.engine, hybrid)
-        self.runner = ModelRunner.load(
+        eos_ids, limits = frozenset(hybrid.eos_token_ids), resolve_limits(config.engine, tracking)
+        self.runner, device = make_engine(
             config.model,
             config.engine,
             num_pages=num_pages,
-            num_slots=config.engine.max_state_slots,
+            step_tokens=limits.prefill_budget + limits.max_running,
+            context_length=self.context_length,
+            eos_ids=eos_ids,
+            overlap=tracking.overlap,
             allocate=allocate,
         )
-        eos_ids = frozenset(hybrid.eos_token_ids)
         tokenizer = load_tokenizer(config.model.path)
         pages, slots = PageAllocator(num_pages), SlotAllocator(config.engine.max_state_slots)
         cache = None
         if tracking.cache_chunk is not None:
             cache = RadixCache(pages, slots, page_size=config.engine.page_size, cache_chunk=tracking.cache_chunk)
         self.scheduler = Scheduler(
-            device=Device(self.runner, eos_ids, overlap=tracking.overlap),
+            device=device,
             memory=SequenceMemory(
                 pages=pages,
                 slots=slots,
@@ -67,11 +71,14 @@ class EngineHost:
                 num_row_slots=resolve_row_slots(config.engine, config.model.device),
             ),
             stopping=StopChecker(partial(tokenizer.decode, skip_special_tokens=False), eos_ids),
-            limits=resolve_limits(config.engine, tracking),
+            limits=limits,
             overlap=tracking.overlap,
             hold_after_prefill=hold_after_prefill,
         )
         self.sequences: dict[str, Sequence] = {}
+        self.accounts = Accounts(self.scheduler, self.sequences)
+        self.leaks = LeakDetector()
+        self.num_finished = self.num_failed = 0
         self.updates: list[Update] = []
         self.outbox: list[FromRank] = []
         self.layout = self.runner.pools.layout()
@@ -101,6 +108,7 @@ class EngineHost:
     def fail(self, sequence: Sequence, error: ServingError) -> None:
         """Tell the front that the sequence ended with an error and forget it. Its memory is the caller's to release."""
         self._forget(sequence)
+        self.num_failed += 1
         self.outbox.append(Failure(rid=sequence.rid, error=error.record()))
 
     def emit(self, emission: Emission, timing: Timing | None) -> None:
@@ -119,6 +127,7 @@ class EngineHost:
             )
         )
         if emission.finish is not None:
+            self.num_finished += 1
             self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
@@ -157,10 +166,12 @@ class EngineHost:
         """The longest prompt and answer together that the pages can hold when nothing else runs."""
         return (self.scheduler.memory.pages.num_usable) * self.scheduler.limits.page_size
 
-    def answer_query(self, message: Query, *, idle: bool, extra_state: dict[str, object]) -> None:
+    def answer_query(self, message: Query, *, idle: bool, rooms: Rooms, extra_state: dict[str, object]) -> None:
         match message.what:
             case "state":
-                reply = Reply(ticket=message.ticket, payload={**self.state(), **extra_state})
+                reply = Reply(ticket=message.ticket, payload={**self.state(rooms), **extra_state})
+            case "debug":
+                reply = Reply(ticket=message.ticket, payload=self.debug(rooms, message.limit))
             case "flush":
                 idle = idle and not self.scheduler.has_work()
                 if idle:
@@ -172,8 +183,21 @@ class EngineHost:
                 )
         self.outbox.append(reply)
 
-    def state(self) -> dict[str, object]:
-        """Counters and pools of this rank, as /server_info shows them."""
+    def watch(self, rooms: Rooms, now: float) -> None:
+        """Look for leaks. To be called about once a second; now: of the monotonic clock."""
+        self.leaks.look(self.accounts.unowned(rooms), now)
+
+    def debug(self, rooms: Rooms, limit: int) -> dict[str, Any]:
+        """Who owns what since when, as /debug/state shows it; at most `limit` entries of each kind."""
+        now = time.monotonic()
+        listing = {**self.accounts.listing(rooms, now), "leaks": self.leaks.listing(now)}
+        return {
+            **{name: entries[:limit] for name, entries in listing.items()},
+            "omitted": {name: max(0, len(entries) - limit) for name, entries in listing.items()},
+        }
+
+    def state(self, rooms: Rooms) -> dict[str, object]:
+        """Counters and pools of this rank, as /server_info and /metrics show them."""
         scheduler, memory = self.scheduler, self.scheduler.memory
         return {
             **asdict(scheduler.counters),
@@ -181,6 +205,11 @@ class EngineHost:
             "num_waiting": len(scheduler.waiting),
             "num_prefilling": len(scheduler.prefilling),
             "num_running": len(scheduler.running),
+            "requests_finished": self.num_finished,
+            "requests_failed": self.num_failed,
+            "leaks": self.leaks.num_now,
+            "leaks_total": self.leaks.total,
+            **self.accounts.sizes(rooms),
             "pages_total": memory.pages.num_usable,
             "pages_free": memory.pages.num_free,
             "pages_cached": 0 if memory.cache is None else memory.cache.num_cached_pages,

@@ -40,10 +40,12 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask for something that is no sequence. what: "state" (counters and pools) or "flush" (drop caches)."""
+    """Ask for something that is no sequence. what: "state" (counters and pools), "flush" (drop caches) or "debug" (who
+    owns what, at most `limit` entries of each kind)."""
 
     ticket: int
     what: str
+    limit: int = 0
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -2,6 +2,7 @@
 
     front ──ZMQ──► inbox ──► role.submit / abort / query
                               role.poll()   what transfers have finished
+                              role.watch()  once a second: is anything owned by nobody?
                               role.step()   one engine step
     front ◄──ZMQ── outbox ◄── role.take_outbox()
 
@@ -17,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +35,7 @@ from node.messages import Abort, FromRank, Ping, Pong, Query, Ready, Shutdown, S
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_MS = 50
+WATCH_INTERVAL_S = 1.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -44,6 +47,7 @@ class Role(Protocol):
     def abort(self, message: Abort) -> None: ...
     def query(self, message: Query) -> None: ...
     def poll(self) -> None: ...
+    def watch(self, now: float) -> None: ...
     def step(self) -> bool: ...
     def take_outbox(self) -> list[FromRank]: ...
     def close(self) -> None: ...
@@ -78,9 +82,12 @@ class RankLoop:
         self.poller.register(waker.fd, zmq.POLLIN)
 
     def run(self) -> None:
-        busy = False
+        busy, watch_s = False, 0.0
         while self._receive(wait_ms=0 if busy else IDLE_WAIT_MS):
             self.role.poll()
+            if (now := time.monotonic()) >= watch_s:
+                self.role.watch(now)
+                watch_s = now + WATCH_INTERVAL_S
             busy = self.role.step()
             for message in self.role.take_outbox():
                 self.sockets.send(message)

@@ -92,7 +92,8 @@ class Mailbox:
 
 
 class Running(msgspec.Struct, kw_only=True):
-    """One sequence at a rank. group: the rid that its client gave to several. heard_s: last word of the rank on it.
+    """One sequence at a rank, since since_s. group: the rid that its client gave to several. heard_s: last word of the
+    rank on it.
 
     ending: the rank was asked to end it. told: the mailbox has its failure already. ended: set when it runs no more.
     """
@@ -102,6 +103,7 @@ class Running(msgspec.Struct, kw_only=True):
     room: int | None
     rank: int
     mailbox: Mailbox
+    since_s: float
     heard_s: float
     ending: bool = False
     told: bool = False
@@ -218,6 +220,27 @@ class RankClient:
         """Sequences whose requests still wait for something: without those that were told of their failure already."""
         return sum(not entry.told for entry in self._running.values())
 
+    def listing(self, limit: int) -> list[dict[str, Any]]:
+        """The first `limit` sequences, in order of arrival, for /debug/state."""
+        now = time.monotonic()
+        return [
+            {
+                "rid": entry.rid,
+                "group": entry.group,
+                "room": entry.room,
+                "rank": entry.rank,
+                "age_s": round(now - entry.since_s, 3),
+                "heard_s": round(now - entry.heard_s, 3),
+                "ending": entry.ending,
+                "told": entry.told,
+            }
+            for entry in itertools.islice(self._running.values(), limit)
+        ]
+
+    @property
+    def is_draining(self) -> bool:
+        return self._refusal is not None
+
     # -- draining ----------------------------------------------------------------------------------
 
     def refuse(self, error: ServingError) -> None:
@@ -320,7 +343,7 @@ class RankClient:
     def _add(self, submit: Submit, mailbox: Mailbox, group: str | None, rank: int, now: float) -> None:
         room = None if submit.room is None else submit.room.room
         self._running[submit.rid] = Running(
-            rid=submit.rid, group=group, room=room, rank=rank, mailbox=mailbox, heard_s=now
+            rid=submit.rid, group=group, room=room, rank=rank, mailbox=mailbox, since_s=now, heard_s=now
         )
         self._load[rank] += 1
         if room is not None:
@@ -336,14 +359,14 @@ class RankClient:
 
     # -- questions ---------------------------------------------------------------------------------
 
-    async def query(self, rank: int, what: str, *, timeout_s: float) -> dict[str, Any]:
+    async def query(self, rank: int, what: str, *, timeout_s: float, limit: int = 0) -> dict[str, Any]:
         """Ask one rank. Raises its error, or WorkerError when it is dead, or silent (also for timeout_s seconds)."""
         if (error := self._links[rank].error) is not None:
             raise error
         ticket = next(self._tickets)
         future: asyncio.Future[Reply] = self._loop.create_future()
         self._queries[ticket] = (rank, future)
-        self._send(rank, Query(ticket=ticket, what=what))
+        self._send(rank, Query(ticket=ticket, what=what, limit=limit))
         try:
             reply = await asyncio.wait_for(future, timeout_s)
         except TimeoutError:

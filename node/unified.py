@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.config import NodeConfig
 from common.errors import AbortedError
+from node.accounting import NO_ROOMS
 from node.engine_host import EngineHost, finish_local
 from node.messages import Abort, FromRank, Query, Ready, Submit
 from node.rank import Waker
@@ -27,7 +28,10 @@ class UnifiedRole:
             self.host.fail(sequence, AbortedError(message.message))
 
     def query(self, message: Query) -> None:
-        self.host.answer_query(message, idle=not self.host.sequences, extra_state={})
+        self.host.answer_query(message, idle=not self.host.sequences, rooms=NO_ROOMS, extra_state={})
+
+    def watch(self, now: float) -> None:
+        self.host.watch(NO_ROOMS, now)
 
     def poll(self) -> None:
         """Nothing comes to a unified rank but messages."""

@@ -96,6 +96,8 @@ class FakeRank:
             error = RequestError(f"{len(self.sequences)} requests run").record()
             return Reply(ticket=query.ticket, payload={}, error=error)
         payload = {"rank": self.rank, "num_running": len(self.sequences), "aborted": self.aborted}
+        if query.what == "debug":
+            payload["limit"] = query.limit
         return Reply(ticket=query.ticket, payload=payload)
 
     def step(self) -> None:

@@ -16,6 +16,9 @@ class IdleRole:
     def poll(self) -> None:
         pass
 
+    def watch(self, now: float) -> None:
+        pass
+
     def step(self) -> bool:
         return False
 
