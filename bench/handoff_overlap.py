@@ -2,9 +2,9 @@
 
 `python bench/handoff_overlap.py [--rounds N] [--bandwidth BYTES_S]`: a decode rank here, two prefill ranks in processes
 of their own, one that sends each layer as it is done and one that sends what a step made when it is over; the bundled
-model, loopback transport, prompts of 1,500 tokens that share no prefix. The two ways take turns. `exposed`: from the end
-of the prompt's last forward pass on prefill to the begin of decode's first one, so sampling, commit, digests and
-adoption are in it. `steps`: how many the prompt takes; after-the-step sends the pages of all but the last meanwhile.
+model, loopback transport, prompts of 1,500 tokens without a common prefix. The two ways take turns. What is timed is
+from the end of the prompt's last forward pass on prefill to the begin of decode's first one, so sampling, commit,
+digests and adoption are in it. Where a prompt takes two steps, both ways send the first one's pages during the second.
 """
 
 from __future__ import annotations

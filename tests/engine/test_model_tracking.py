@@ -290,3 +290,48 @@ def test_a_position_inside_a_chunk_cannot_be_saved(labs: Labs) -> None:
     for position in (1, 7, 9, 20):
         with pytest.raises(AssertionError, match="not known"):
             lab.forward(lab.row(2, 0, 20, (position, 7)))
+
+
+# Layer by layer
+
+
+def layer_state(lab: Lab, rows: Sequence[Row], layer: int) -> list[Tensor]:
+    """Clones of what the rows own of a layer: KV pages, or conv and SSM state of slots and track slots."""
+    pools = lab.runner.pools
+    if layer in pools.attention_layers:
+        kv = pools.kv[pools.attention_layers.index(layer)]
+        return [kv[:, list(row.page_table)].clone() for row in rows]
+    if layer not in pools.mamba_layers:
+        return []
+    index = pools.mamba_layers.index(layer)
+    slots = [slot for row in rows for slot in (row.slot, *([row.track.slot] if row.track else []))]
+    return [state[slot, index].clone() for slot in slots for state in (pools.conv, pools.ssm)]
+
+
+@pytest.mark.parametrize("name", ["small", "biased"])
+def test_a_layer_is_reported_when_its_state_is_final_and_no_later_layer_has_begun(labs: Labs, name: str) -> None:
+    lab = labs(name)
+    c = lab.chunk
+    for slot, start in ((3, c), (4, c + 5), (5, 2 * c)):
+        lab.forward(lab.row(slot, 0, start))
+    rows = [lab.row(2, 0, 2 * c + 3, (2 * c, 7)), lab.row(3, c, 3 * c, (2 * c, 8)), lab.row(4, c + 5, c + 6)]
+    rows += [lab.row(5, 2 * c, 2 * c + 1), lab.row(6, 0, 1)]
+    layers = len(lab.runner.config.layers)
+    before = [layer_state(lab, rows, layer) for layer in range(layers)]
+    reported: dict[int, list[Tensor]] = {}
+
+    def on_layer(layer: int) -> None:
+        assert list(reported) == list(range(layer)), "layers are reported in order, each once"
+        reported[layer] = layer_state(lab, rows, layer)
+        for later in range(layer + 1, layers):
+            found = layer_state(lab, rows, later)
+            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, before[later], strict=True))
+
+    logits = lab.runner.forward(rows, on_layer)
+    assert len(reported) == layers
+    for layer, states in reported.items():
+        final = layer_state(lab, rows, layer)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(states, final, strict=True)), layer
+        changed = [not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(final, before[layer], strict=True)]
+        assert all(changed), f"layer {layer} was computed"
+    assert logits.shape[0] == len(rows)
