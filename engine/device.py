@@ -42,6 +42,14 @@ class PromptLogprobs:
     top_num: int
 
 
+class Pending(Protocol):
+    """A launched step; a finished `Future` is one."""
+
+    def result(self) -> StepResult:
+        """What the step gave; waits for it. Raises what the step raised."""
+        ...
+
+
 class PlannedRow(NamedTuple):
     """One sequence's share of a step; see `Row` for token_ids … track. key: names the sequence between steps.
 
@@ -88,7 +96,7 @@ class Device:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device") if overlap else None
         self._last = NO_RESULT
 
-    def launch(self, rows: Seq[PlannedRow], on_layer: OnLayer | None = None) -> Future[StepResult]:
+    def launch(self, rows: Seq[PlannedRow], on_layer: OnLayer | None = None) -> Pending:
         """Run these rows after every step launched before."""
         if self._thread is not None:
             return self._thread.submit(self._run, rows, on_layer)

@@ -40,8 +40,8 @@ class ModelRunner:
 
         allocate: where the pools' memory comes from, see `StatePools`. Raises ConfigError.
         """
-        folder, device = Path(model_config.path), _device(model_config.device)
-        dtype = _torch_dtype(model_config.dtype)
+        folder, device = Path(model_config.path), torch_device(model_config.device)
+        dtype = torch_dtype(model_config.dtype)
         config = HybridConfig.from_folder(folder)
         weights = load_weights(folder, config, dtype, device)
         pools = StatePools(
@@ -50,7 +50,7 @@ class ModelRunner:
             num_slots=num_slots,
             page_size=engine_config.page_size,
             dtype=dtype,
-            ssm_dtype=_torch_dtype(model_config.ssm_dtype),
+            ssm_dtype=torch_dtype(model_config.ssm_dtype),
             device=device,
             revision=weights_revision(folder),
             allocate=allocate,
@@ -73,7 +73,7 @@ class ModelRunner:
         self.pools.copy_slots(sources, targets)
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
     """Raises ConfigError for a device that this machine or this torch does not have."""
     try:
         device = torch.device(name)
@@ -84,7 +84,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _torch_dtype(dtype: DType) -> torch.dtype:
+def torch_dtype(dtype: DType) -> torch.dtype:
     match dtype:
         case DType.FLOAT32:
             return torch.float32

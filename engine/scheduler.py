@@ -23,14 +23,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.errors import CapacityError, ServingError
 from common.sampling import FinishReason, TokenLogprob
 from engine.batch import OnLayer, Track
-from engine.device import Device, PlannedRow, PromptLogprobs, StepResult
+from engine.device import Device, Pending, PlannedRow, PromptLogprobs
 from engine.memory import SequenceMemory
 from engine.sequence import Emission, Phase, Sequence
 from engine.stopping import StopChecker
@@ -100,7 +99,7 @@ class _Share(NamedTuple):
 
 class _Launched(NamedTuple):
     shares: list[_Share]
-    result: Future[StepResult]
+    result: Pending
 
 
 class Scheduler:

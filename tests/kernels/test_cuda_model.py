@@ -1,0 +1,168 @@
+"""The CUDA model and runner against their twins: logits and every pool, for all kinds of steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from engine.batch import Row, Track
+from engine.cuda.batch import LAST_TOKEN
+from engine.cuda.runner import CudaRunner
+from engine.model_config import HybridConfig, LayerKind
+from engine.nemotron_h import NemotronH
+from engine.pools import StatePools
+from engine.runner import ModelRunner
+from engine.weights import expected_shapes
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+PAGE = 4
+# hidden size, heads, head dim, state, groups, chunk, biases
+SHAPES = {
+    "plain": (48, 4, 20, 16, 2, 8, False),
+    "biased": (40, 6, 8, 20, 3, 16, True),
+}
+
+
+def make_config(name: str) -> HybridConfig:
+    hidden, heads, head_dim, d_state, groups, chunk, bias = SHAPES[name]
+    return HybridConfig(
+        model="nemotron_h",
+        layers=tuple(LayerKind(letter) for letter in "M*-M"),
+        vocab_size=97,
+        hidden_size=hidden,
+        num_heads=heads,
+        head_dim=head_dim,
+        d_state=d_state,
+        n_groups=groups,
+        chunk_size=chunk,
+        max_position_embeddings=512,
+        eos_token_ids=(2,),
+        layer_norm_epsilon=1e-5,
+        tie_word_embeddings=False,
+        conv_kernel=4,
+        time_step_limit=(0.0, float("inf")),
+        use_bias=bias,
+        use_conv_bias=True,
+        attention_heads=4,
+        kv_heads=2,
+        attention_head_dim=16,
+        intermediate_size=72,
+        mlp_bias=bias,
+    )
+
+
+def make_weights(config: HybridConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    weights = {}
+    for name, shape in expected_shapes(config).items():
+        value = torch.randn(shape) * (1.0 if len(shape) < 2 or "embeddings" in name else shape[-1] ** -0.5)
+        kept = torch.float32 if name.endswith((".A_log", ".D", ".dt_bias", "norm.weight", "norm_f.weight")) else dtype
+        weights[name] = (value - 2 if name.endswith("dt_bias") else value).to(device, kept)
+    return weights
+
+
+def make_pools(config: HybridConfig, dtype: torch.dtype, device: torch.device) -> StatePools:
+    sizes = {"num_pages": 120, "num_slots": 12, "page_size": PAGE, "revision": ""}
+    return StatePools(config, **sizes, dtype=dtype, ssm_dtype=torch.float32, device=device, allocate=None)  # type: ignore[arg-type]
+
+
+class Pair:
+    """The same model and pools twice; `run` runs a step in both and compares everything."""
+
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype = torch.float32, few_rows: int = 0) -> None:
+        self.config = make_config(name)
+        weights = make_weights(self.config, dtype, device)
+        self.pools = [make_pools(self.config, dtype, device) for _ in range(2)]
+        with torch.inference_mode():
+            self.twin = ModelRunner(self.config, NemotronH(self.config, weights, self.pools[0]), self.pools[0], device)
+        self.runner = CudaRunner(
+            self.config,
+            weights,
+            self.pools[1],
+            max_rows=8,
+            max_tokens=128,
+            max_pages=32,
+            use_graphs=device.type == "cuda",
+            few_rows=few_rows,
+        )
+        self.tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+        for pools in self.pools:
+            for slot in range(1, 12):
+                pools.poison_slot(slot)
+            pools.poison_pages(range(1, 120))
+
+    def run(self, rows: Sequence[Row], twin_rows: Sequence[Row] | None = None) -> Tensor:
+        expected, found = self.twin.forward(rows if twin_rows is None else twin_rows), self.runner.forward(rows)
+        self.close(found, expected)
+        for name in ("kv", "conv", "ssm"):
+            mine, its = getattr(self.pools[1], name), getattr(self.pools[0], name)
+            self.close(mine, its)
+        return expected
+
+    def close(self, found: Tensor, expected: Tensor) -> None:
+        scale = float(expected[expected.isfinite() & (expected.abs() < 1e3)].abs().max()) if expected.numel() else 1.0
+        assert_close(found, expected, rtol=self.tolerance, atol=self.tolerance * max(1.0, scale), equal_nan=True)
+
+
+def tokens(n: int, seed: int) -> list[int]:
+    return torch.randint(0, 97, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+TABLES = [[7, 3, 9, 1, 12, 13, 14, 15, 16, 17, 18, 19], list(range(20, 32)), list(range(40, 52)), list(range(60, 72))]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("few_rows", [0, 8])
+def test_a_life_of_several_rows(name: str, few_rows: int, device: torch.device) -> None:
+    """Prefill in pieces, tracked on the way; mixed steps; decode with and without tracks; in any order of slots."""
+    pair = Pair(name, device, few_rows=few_rows)
+    chunk = pair.config.chunk_size
+    a, b, c = tokens(2 * chunk + 5, 1), tokens(chunk, 2), tokens(3, 3)
+    pair.run(
+        [
+            Row(a[: 2 * chunk], 0, TABLES[0], 5, 1, Track(chunk, 9)),
+            Row(b, 0, TABLES[1], 2, 2, Track(chunk, 8)),
+            Row(c, 0, TABLES[2], 3, 1, None),
+        ]
+    )
+    pair.run([Row([4], 3, TABLES[2], 3, 1, Track(4, 7)), Row(a[2 * chunk :], 2 * chunk, TABLES[0], 5, 1, None)])
+    pair.runner.copy_slots([9], [1])
+    pair.twin.copy_slots([9], [1])
+    steps = [
+        Row([11], len(a), TABLES[0], 5, 1, None),
+        Row([12], 4, TABLES[2], 3, 1, Track(5, 6)),
+        Row([13], len(b), TABLES[1], 2, 1, None),
+    ]
+    pair.run(steps)
+    resumed = Row(a[chunk : chunk + 3], chunk, [*TABLES[0][: chunk // PAGE], *TABLES[3]], 1, 3, None)
+    pair.run([dataclasses.replace(steps[2], start=len(b) + 1), resumed])
+
+
+def test_bfloat16(device: torch.device) -> None:
+    pair = Pair("plain", device, torch.bfloat16, few_rows=8)
+    pair.run([Row(tokens(21, 1), 0, TABLES[0], 5, 1, Track(16, 9))])
+    pair.run([Row([4], 21, TABLES[0], 5, 1, None)])
+
+
+def test_decode_goes_on_with_what_its_slot_sampled(device: torch.device) -> None:
+    pair = Pair("plain", device)
+    prompts = [Row(tokens(5, 1), 0, TABLES[0], 5, 1, None), Row(tokens(9, 2), 0, TABLES[1], 2, 1, None)]
+    logits = pair.run(prompts)
+    for step in range(3):
+        rows = [
+            Row([LAST_TOKEN], len(row.token_ids) + step, row.page_table, row.slot, 1, None) for row in reversed(prompts)
+        ]
+        known = [
+            dataclasses.replace(row, token_ids=[token])
+            for row, token in zip(rows, logits.argmax(-1).flip(0).tolist(), strict=True)
+        ]
+        logits = pair.run(rows, known).flip(0)
+    pair.runner.set_last_tokens([5], [42])
+    pair.run(
+        [Row([LAST_TOKEN], 8, TABLES[0], 5, 1, None)],
+        [Row([42], 8, TABLES[0], 5, 1, None)],
+    )

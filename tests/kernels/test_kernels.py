@@ -1,0 +1,368 @@
+"""Every kernel against its twin in plain torch or in float64: outputs and mutated state, and nothing else mutated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from engine.kernels.attention import attend_decode, attend_prefill, write_kv
+from engine.kernels.conv import conv_prefill
+from engine.kernels.linear import Tiling, Workspace, project
+from engine.kernels.norm import gated_rms_norm, rms_norm, square_relu_
+from engine.kernels.rows import PackedRows
+from engine.kernels.scan import scan_prefill
+from engine.kernels.step import finish_step, scan_step
+from engine.kernels.tokens import copy_slots, embed, keep_tokens
+from engine.ops.attention import attention_ref
+from engine.ops.conv import conv_ref
+from engine.ops.linear import projection_ref
+from engine.ops.norm import gated_rms_norm_ref, rms_norm_ref
+from engine.ops.ssd import ssd_sequential_ref
+
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+NAN = float("nan")
+SLOTS = 9
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Element by element against the largest one, and as a whole: ||found - expected|| / ||expected||."""
+    found, expected = found.double(), expected.double()
+    assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()) + 1e-12)
+    assert float((found - expected).norm()) <= tolerance / 2 * float(expected.norm()) + 1e-12
+
+
+def packed(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    slots: Sequence[int],
+    device: torch.device,
+    *,
+    tracks: dict[int, tuple[int, int]] | None = None,
+    tables: Sequence[Sequence[int]] = (),
+) -> PackedRows:
+    """tracks: row -> (slot, offset)."""
+    tracks = tracks or {}
+    width = max((len(table) for table in tables), default=1)
+    table = [[*pages, *[0] * (width - len(pages))] for pages in tables]
+
+    def ints(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return PackedRows(
+        count=len(starts),
+        longest=max(lengths),
+        begins=ints([0, *itertools.accumulate(lengths)]),
+        starts=ints(starts),
+        slots=ints(slots),
+        track_slots=ints([tracks.get(i, (0, 0))[0] for i in range(len(starts))]),
+        track_offsets=ints([tracks.get(i, (0, 0))[1] for i in range(len(starts))]),
+        table=ints([page for pages in table for page in pages] or [0]),
+        width=ints([width]),
+    )
+
+
+def randn(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+def strided_pool(device: torch.device, *item: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """One layer's slots out of three layers, not contiguous over slots."""
+    return randn(device, SLOTS, 3, *item, dtype=dtype)[:, 1]
+
+
+# --- norms and products -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms(dtype: torch.dtype, device: torch.device) -> None:
+    x, wide, weight = randn(device, 5, 24, dtype=dtype) * 3, randn(device, 5, 60, dtype=dtype), torch.rand(24) + 0.5
+    gate, weight = wide[:, 7:31], weight.to(device)
+    close(rms_norm(x, weight, 1e-5), rms_norm_ref(x, weight, 1e-5), TOLERANCE[dtype])
+    close(gated_rms_norm(x, gate, weight, 3, 1e-5), gated_rms_norm_ref(x, gate, weight, 3, 1e-5), TOLERANCE[dtype])
+    expected = torch.relu(x).square()
+    assert square_relu_(x) is x
+    close(x, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize(("outputs", "inputs", "splits"), [(40, 96, 1), (37, 50, 1), (37, 200, 3), (64, 128, 4)])
+def test_products_of_few_rows(
+    rows: int, outputs: int, inputs: int, splits: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = randn(device, rows, inputs + 6, dtype=dtype)[:, 3 : inputs + 3]
+    weight, norm = randn(device, outputs, inputs, dtype=dtype), torch.rand(inputs, device=device) + 0.5
+    residual = randn(device, rows, outputs, dtype=dtype)
+    workspace = Workspace(10_000, 8, device)
+    tiling = Tiling(outputs=16, inputs=32, splits=splits, warps=4, stages=2)
+    plain = {"norm": None, "eps": 1e-5, "square": False, "residual": None, "tiling": tiling, "workspace": workspace}
+    expected, tolerance = projection_ref(x, weight, None), TOLERANCE[dtype]
+    for _ in range(2):  # a second time: the workspace is as it was
+        close(project(x, weight, **plain), expected, tolerance)
+    total = expected + residual.double()
+    found = project(x, weight, **(plain | {"residual": residual}))
+    assert found is residual
+    close(found, total, tolerance)
+    squared = torch.relu(expected).square()
+    close(project(x, weight, **(plain | {"square": True})), squared, tolerance)
+    if splits == 1:
+        normed = projection_ref(rms_norm_ref(x, norm, 1e-5), weight, None)
+        close(project(x, weight, **(plain | {"norm": norm})), normed, tolerance)
+
+
+# --- convolution and scan ---------------------------------------------------------------------------------------------
+
+CELL = 16
+PIECES = [
+    [(0, 1)],
+    [(0, 40)],
+    [(5, 1), (16, 3)],
+    [(0, 3), (0, 33), (21, 2), (32, 17)],
+    [(15, 2), (1, 1), (31, 40)],
+]
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_conv_prefill(pieces: list[tuple[int, int]], width: int, dtype: torch.dtype, device: torch.device) -> None:
+    channels, tolerance = 140, TOLERANCE[dtype]
+    starts, lengths = [start for start, _ in pieces], [length for _, length in pieces]
+    slots, track_slots = [7, 2, 5, 1][: len(pieces)], [3, 6, 4, 8]
+    pool, weight = strided_pool(device, channels, width - 1, dtype=dtype), randn(device, width, channels, dtype=dtype)
+    bias = randn(device, channels, dtype=dtype)
+    x = randn(device, sum(lengths), channels + 4, dtype=dtype)[:, 2 : channels + 2]
+    for slot, start in zip(slots, starts, strict=True):
+        if start == 0:
+            pool[slot] = NAN
+    tracks = {i: (track_slots[i], 1 + lengths[i] // 2) for i in range(0, len(pieces), 2) if lengths[i] > 1}
+    before, rows = pool.clone(), packed(starts, lengths, slots, device, tracks=tracks)
+    out = conv_prefill(x, pool, rows, weight, bias)
+    expected_pool = before.clone()
+    for i, (part, found, slot, start) in enumerate(
+        zip(x.split(lengths), out.split(lengths), slots, starts, strict=True)
+    ):
+        state = before[slot] if start else torch.zeros_like(before[slot])
+        expected, after = conv_ref(part, state, weight, bias)
+        close(found, expected, tolerance)
+        expected_pool[slot] = after
+        if i in tracks:
+            track, offset = tracks[i]
+            expected_pool[track] = conv_ref(part[:offset], state, weight, bias)[1]
+    assert torch.equal(pool, expected_pool)
+    assert torch.equal(conv_prefill(x, before.clone(), rows, weight, None).isnan(), torch.zeros_like(x).bool())
+
+
+def scan_inputs(device: torch.device, tokens: int, heads: int, dim: int, groups: int, size: int) -> tuple[Tensor, ...]:
+    xbc = randn(device, tokens, heads * dim + 2 * groups * size)
+    dt = torch.randn(tokens, heads + 5, device=device)[:, 2 : heads + 2]
+    a = -torch.rand(heads, device=device) * 8 - 0.5
+    return xbc, dt, torch.randn(heads, device=device) - 3, a, torch.randn(heads, device=device)
+
+
+def scan_reference(
+    xbc: Tensor, dt: Tensor, bias: Tensor, a: Tensor, d: Tensor, state: Tensor, groups: int, limit: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """One row in float64: y [n, H P] and the new state."""
+    heads, dim, size = state.shape
+    x, b, c = xbc.split([heads * dim, groups * size, groups * size], dim=1)
+    steps = F.softplus(dt.double() + bias).clamp(*limit)
+    shapes = (x.view(-1, heads, dim), steps, a, b.view(-1, groups, size), c.view(-1, groups, size))
+    y, after = ssd_sequential_ref(*shapes, d, state)
+    return y.flatten(1), after
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize(("heads", "dim", "groups", "size"), [(4, 20, 2, 16), (3, 5, 1, 20)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.02, 0.05)])
+def test_scan_prefill(
+    pieces: list[tuple[int, int]],
+    heads: int,
+    dim: int,
+    groups: int,
+    size: int,
+    dtype: torch.dtype,
+    limit: tuple[float, float],
+    device: torch.device,
+) -> None:
+    starts, lengths = [start for start, _ in pieces], [length for _, length in pieces]
+    slots, track_slots = [7, 2, 5, 1][: len(pieces)], [3, 6, 4, 8]
+    xbc, dt, bias, a, d = scan_inputs(device, sum(lengths), heads, dim, groups, size)
+    xbc, dt = xbc.to(dtype), dt.to(dtype)
+    pool = strided_pool(device, heads, dim, size)
+    for slot, start in zip(slots, starts, strict=True):
+        if start == 0:
+            pool[slot] = NAN
+    spots = [[at for at in range(1, n + 1) if (start + at) % CELL == 0] for start, n in pieces]
+    tracks = {i: (track_slots[i], found[-1 - i % 2 :][0]) for i, found in enumerate(spots) if found}
+    before, rows = pool.clone(), packed(starts, lengths, slots, device, tracks=tracks)
+    y = scan_prefill(xbc, dt, bias, limit, a, d, pool, rows, groups=groups, chunk=CELL)
+    tolerance = TOLERANCE[dtype]
+    for i, (part, steps, found) in enumerate(zip(xbc.split(lengths), dt.split(lengths), y.split(lengths), strict=True)):
+        state = before[slots[i]] if starts[i] else torch.zeros_like(before[slots[i]])
+        expected, after = scan_reference(part, steps, bias, a, d, state, groups, limit)
+        close(found, expected, tolerance)
+        close(pool[slots[i]], after, tolerance)
+        if i in tracks:
+            track, offset = tracks[i]
+            kept = scan_reference(part[:offset], steps[:offset], bias, a, d, state, groups, limit)[1]
+            close(pool[track], kept, tolerance)
+    written = {*slots, *(track for track, _ in tracks.values())}
+    untouched = [slot for slot in range(SLOTS) if slot not in written]
+    assert torch.equal(pool[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("chunk", [4, 24, 64, 256])
+def test_any_chunk_can_end_where_a_state_is_kept(chunk: int, device: torch.device) -> None:
+    heads, dim, groups, size, length = 2, 4, 1, 8, 2 * chunk + 3
+    xbc, dt, bias, a, d = scan_inputs(device, length, heads, dim, groups, size)
+    pool = strided_pool(device, heads, dim, size)
+    state, rows = pool[2].clone(), packed([chunk], [length], [2], device, tracks={0: (5, chunk)})
+    scan_prefill(xbc, dt, bias, (0.0, 1.0), a, d, pool, rows, groups=groups, chunk=chunk)
+    expected = scan_reference(xbc[:chunk], dt[:chunk], bias, a, d, state, groups, (0.0, 1.0))[1]
+    close(pool[5], expected, 1e-4)
+
+
+@pytest.mark.parametrize(("slots", "padding"), [([3], 0), ([6, 1, 4], 2), ([1, 2, 3, 4, 5, 6, 7, 8], 1)])
+@pytest.mark.parametrize(("heads", "dim", "groups", "size"), [(4, 20, 2, 16), (3, 5, 1, 20)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("state_dtype", DTYPES)
+def test_one_token_through_a_mixer(
+    slots: list[int],
+    padding: int,
+    heads: int,
+    dim: int,
+    groups: int,
+    size: int,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    count, width, channels, limit = len(slots) + padding, 4, heads * dim + 2 * groups * size, (0.0, float("inf"))
+    wide = randn(device, count, channels + 2 * heads * dim + heads, dtype=dtype)
+    gate, xbc, _, dt = wide.split([heads * dim, channels, heads * dim, heads], dim=1)
+    _, _, dt_bias, a, d = scan_inputs(device, 1, heads, dim, groups, size)
+    conv, pool = strided_pool(device, channels, width - 1, dtype=dtype), strided_pool(device, heads, dim, size)
+    pool = pool.to(state_dtype)
+    weight, bias = randn(device, width, channels, dtype=dtype), randn(device, channels, dtype=dtype)
+    norm = torch.rand(heads * dim, device=device) + 0.5
+    rows = packed([9] * len(slots) + [-1] * padding, [1] * count, slots + [0] * padding, device)
+    old_conv, old_pool = conv.clone(), pool.clone()
+    y = scan_step(xbc, conv, weight, bias, dt, dt_bias, limit, a, d, pool, rows, groups=groups)
+    assert torch.equal(conv, old_conv)
+    out = finish_step(xbc, conv, y, gate, norm, rows, groups, 1e-5)
+    tolerance = max(TOLERANCE[dtype], TOLERANCE[state_dtype])
+    for row, slot in enumerate(slots):
+        convolved, window = conv_ref(xbc[row : row + 1], old_conv[slot], weight, bias)
+        assert torch.equal(conv[slot].double(), window)
+        expected, after = scan_reference(
+            convolved.to(dtype), dt[row : row + 1], dt_bias, a, d, old_pool[slot], groups, limit
+        )
+        close(y[row], expected[0], tolerance)
+        close(pool[slot], after, tolerance)
+        close(out[row], gated_rms_norm_ref(expected, gate[row : row + 1], norm, groups, 1e-5)[0], 2 * tolerance)
+    untouched = [slot for slot in range(SLOTS) if slot not in slots]
+    assert torch.equal(pool[untouched], old_pool[untouched]) and torch.equal(conv[untouched], old_conv[untouched])
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_keys_and_values_are_written_where_they_belong(page_size: int, device: torch.device) -> None:
+    heads, dim = 2, 5
+    pieces, total = [(0, 3), (6, 1), (7, 9), (-1, 1), (page_size, 1)], 15
+    counts = [-(-(start + n) // page_size) for start, n in pieces]
+    ids = iter(np.random.default_rng(0).permutation(np.arange(1, sum(counts) + 1)).tolist())
+    tables = [list(itertools.islice(ids, count)) for count in counts]
+    kv = torch.full((2, sum(counts) + 1, page_size, heads, dim), NAN, device=device)
+    wide = randn(device, total, 2 * heads * dim + 3)
+    rows = packed([s for s, _ in pieces], [n for _, n in pieces], [1, 2, 3, 0, 4], device, tables=tables)
+    write_kv(kv, wide[:, 3:], rows)
+    expected, at = torch.full_like(kv, NAN), 0
+    for (start, n), table in zip(pieces, tables, strict=True):
+        for position in range(start, start + n) if start >= 0 else ():
+            page = table[position // page_size]
+            if position % page_size == 0:
+                expected[:, page] = 0
+            token = wide[at + position - start, 3:]
+            expected[:, page, position % page_size] = token.view(2, heads, dim)
+        at += n
+    assert_close(kv, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def paged(device: torch.device, lengths: Sequence[int], heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    page_size = 4
+    counts = [-(-n // page_size) for n in lengths]
+    order = np.random.default_rng(0).permutation(np.arange(1, sum(counts) + 1)).tolist()
+    tables = [order[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(len(counts))]
+    kv = randn(device, 2, sum(counts) + 1, page_size, heads, dim, dtype=dtype)
+    kv[:, 0] = NAN
+    for n, table in zip(lengths, tables, strict=True):
+        if n % page_size:
+            kv[:, table[-1], n % page_size :] = NAN  # beyond the row's end: never read
+    return kv, tables
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("query_heads", "heads", "dim"), [(5, 1, 16), (4, 2, 10)])
+@pytest.mark.parametrize("splits", [1, 3, 4])
+def test_attend_decode(
+    query_heads: int, heads: int, dim: int, splits: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    lengths = [1, 63, 130, 64, 7]
+    kv, tables = paged(device, lengths, heads, dim, dtype)
+    query = randn(device, len(lengths) + 1, query_heads * dim + 3, dtype=dtype)[:, : query_heads * dim]
+    starts = [*(n - 1 for n in lengths), -1]
+    rows = packed(starts, [1] * len(starts), [1, 2, 3, 4, 5, 0], device, tables=[*tables, [0]])
+    out = attend_decode(query, kv, rows, splits=splits)
+    for row, table in enumerate(tables):
+        expected = attention_ref(query[row].view(1, query_heads, dim), kv, table, lengths[row] - 1)
+        close(out[row], expected[0], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("query_heads", "heads", "dim"), [(5, 1, 16), (4, 2, 10)])
+def test_attend_prefill(query_heads: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    pieces = [(0, 1), (0, 70), (9, 2), (66, 35)]
+    kv, tables = paged(device, [start + n for start, n in pieces], heads, dim, dtype)
+    query = randn(device, 108, query_heads * dim + 3, dtype=dtype)[:, : query_heads * dim]
+    rows = packed([s for s, _ in pieces], [n for _, n in pieces], [1, 2, 3, 4], device, tables=tables)
+    out = attend_prefill(query, kv, rows)
+    parts = zip(query.split([n for _, n in pieces]), out.split([n for _, n in pieces]), pieces, tables, strict=True)
+    for part, found, (start, _), table in parts:
+        expected = attention_ref(part.view(-1, query_heads, dim), kv, table, start)
+        close(found, expected, TOLERANCE[dtype])
+
+
+# --- tokens and slots -------------------------------------------------------------------------------------------------
+
+
+def test_tokens_come_from_the_host_or_from_the_slot(device: torch.device) -> None:
+    table, rows = randn(device, 11, 24), packed([5, 6, -1], [1, 1, 1], [3, 2, 0], device)
+    last = torch.tensor([9, 9, 7, 4], dtype=torch.int32, device=device)
+    ids = torch.tensor([-1, 5, 0, 10, 2], dtype=torch.int32, device=device)
+    assert torch.equal(embed(ids, last, rows, table), table[[4, 5, 0, 10, 2]])
+    keep_tokens(torch.tensor([1, 8, 3], device=device), rows.slots, last)
+    assert last.tolist() == [9, 9, 8, 1]
+
+
+@pytest.mark.parametrize("size", [5, 9000])
+def test_whole_slots_are_copied(size: int, device: torch.device) -> None:
+    pools = randn(device, 7, 2, size), randn(device, 7, 3, dtype=torch.bfloat16)
+    expected = [pool.clone() for pool in pools]
+    for pool in expected:
+        pool[5], pool[1] = pool[2].clone(), pool[6].clone()
+    copy_slots(pools, torch.tensor([[2, 6], [5, 1]], dtype=torch.int32, device=device))
+    assert all(torch.equal(pool, wanted) for pool, wanted in zip(pools, expected, strict=True))
