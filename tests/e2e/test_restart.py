@@ -1,15 +1,18 @@
-"""A node that was killed and is started again on the same ports joins by itself; nobody else is started again."""
+"""A killed node that is started again on its ports joins by itself; one that is told to end drains first."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -87,45 +90,101 @@ def kill(node: Server, victims: Sequence[str]) -> None:
 KILLS = [("prefill", ["front"]), ("decode", ["rank"]), ("prefill", ["rank"]), ("decode", ["front", "rank"])]
 
 
-def test_killed_nodes_join_again_under_load(tmp_path: Path) -> None:
-    ports = {"prefill": free_port(), "decode": free_port(), "bootstrap": free_port(), "router": free_port()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """A pair and its router on ports that stay the same when a node is started again."""
+
+    nodes: dict[str, Server]
+    router: Server
+    start: Callable[[str], Server]
+
+    def restart(self, role: str) -> None:
+        self.nodes[role] = self.start(role)
+        wait_healthy(self.nodes[role])
+
+    def rest(self, role: str) -> list[int]:
+        """The processes that must not be started again when the node of this role is."""
+        other = self.nodes["decode" if role == "prefill" else "prefill"]
+        return [other.process.pid, other.rank().pid, self.router.process.pid]
+
+
+@contextmanager
+def fixed_stack(folder: Path) -> Iterator[Fixed]:
+    ports = {name: free_port() for name in ("prefill", "decode", "bootstrap", "router")}
     urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
-    settings = ["--model-path", str(MODEL), "--local-prefill-max-tokens", "0"]
-    commands = {
-        "prefill": ["prefill", "--port", str(ports["prefill"]), "--bootstrap-port", str(ports["bootstrap"]), *settings],
-        "decode": ["decode", "--port", str(ports["decode"]), *settings],
-        "router": ["router", "--port", str(ports["router"]), "--decode", urls["decode"]],
+    node = ["--model-path", str(MODEL), "--local-prefill-max-tokens", "0"]
+    options = {
+        "prefill": ["--bootstrap-port", str(ports["bootstrap"]), *node],
+        "decode": node,
+        "router": ["--prefill", urls["prefill"], str(ports["bootstrap"]), "--decode", urls["decode"]],
     }
-    commands["router"] += ["--prefill", urls["prefill"], str(ports["bootstrap"])]
-    starts = 0
+    starts = itertools.count()
     with ExitStack() as exits:
 
         def start(name: str) -> Server:
-            nonlocal starts
-            starts += 1
-            return exits.enter_context(running(f"{name}-{starts}", commands[name], urls[name], tmp_path))
+            command = [name, "--port", str(ports[name]), *options[name]]
+            return exits.enter_context(running(f"{name}-{next(starts)}", command, urls[name], folder))
 
-        nodes = {name: start(name) for name in ("prefill", "decode")}
-        router = start("router")
-        for server in (*nodes.values(), router):
+        nodes = {role: start(role) for role in ("prefill", "decode")}
+        fixed = Fixed(nodes=nodes, router=start("router"), start=start)
+        for server in (*nodes.values(), fixed.router):
             wait_healthy(server)
-        expected = generate(router.url, body()).json()["output_ids"]
+        yield fixed
+
+
+def assert_all_given_back(fixed: Fixed) -> None:
+    for node in fixed.nodes.values():
+        wait_for(node.is_idle, f"{node.name} gives everything back", 10)
+        state = node.state()
+        transfer: dict[str, Any] = state["transfer"]  # type: ignore[assignment]
+        assert len(transfer["peers"]) == 1 and transfer["peers_silent"] == transfer.get("quarantined", 0) == 0
+        assert state["leaks_total"] == 0
+
+
+def test_killed_and_drained_nodes(tmp_path: Path) -> None:
+    with fixed_stack(tmp_path) as fixed:
+        expected = generate(fixed.router.url, body()).json()["output_ids"]
         assert len(expected) == MAX_NEW_TOKENS
-        load = Load(router.url, expected)
+        load = Load(fixed.router.url, expected)
         with load.under_way():
             for role, victims in KILLS:
                 wait_for(lambda seen=load.good + 2: load.good >= seen, "answers before the kill")
-                other = nodes["decode" if role == "prefill" else "prefill"]
-                survivors = [other.process.pid, other.rank().pid, router.process.pid]
-                kill(nodes[role], victims)
-                nodes[role] = start(role)
-                wait_healthy(nodes[role])
+                rest = fixed.rest(role)
+                kill(fixed.nodes[role], victims)
+                fixed.restart(role)
                 wait_for(lambda seen=load.good + 4: load.good >= seen, f"answers after {role} {victims}", 20)
-                assert [other.process.pid, other.rank().pid, router.process.pid] == survivors
+                assert fixed.rest(role) == rest
         assert not load.wrong
         assert all(error["type"] in TYPED and error["retryable"] for error in load.errors), load.errors
-        for node in nodes.values():
-            wait_for(node.is_idle, f"{node.name} gives everything back", 10)
-            transfer = node.state()["transfer"]
-            assert len(transfer["peers"]) == 1 and transfer["peers_silent"] == 0  # type: ignore[index]
-            assert transfer.get("quarantined", 0) == 0 and node.state()["leaks_total"] == 0  # type: ignore[attr-defined]
+        assert_all_given_back(fixed)
+        drain_both(fixed)
+
+
+def drain_both(fixed: Fixed) -> None:
+    """SIGTERM while one node makes an answer and the other computes prompts: all of it is finished, then both end."""
+    prefill, decode = fixed.nodes["prefill"], fixed.nodes["decode"]
+    sampling = {"temperature": 0, "ignore_eos": True}
+    long_answer = {"input_ids": PROMPT, "sampling_params": {**sampling, "max_new_tokens": 500}}
+    prompts = {"input_ids": [[5 + i * 11 % 900 for i in range(4000)]] * 4}
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(generate, fixed.router.url, long_answer)
+        wait_for(lambda: decode.state()["num_running"] == 1, "the answer has begun")
+        others = pool.submit(
+            generate, fixed.router.url, {**prompts, "sampling_params": {**sampling, "max_new_tokens": 2}}
+        )
+        wait_for(lambda: prefill.state()["num_prefilling"] == 4, "the prompts are being computed")
+        for node in (prefill, decode):
+            node.process.send_signal(signal.SIGTERM)
+        for node in (prefill, decode):
+            wait_for(lambda url=node.url: says_draining(url), f"{node.name} drains", 5)
+        refused = generate(fixed.router.url, body())
+        assert refused.status_code == 503 and refused.json()["error"]["retryable"] is True
+        assert answer.result(60).status_code == 200, answer.result().text
+        assert len(answer.result().json()["output_ids"]) == 500
+        assert others.result(60).status_code == 200, others.result().text
+    assert [node.process.wait(20) for node in (prefill, decode)] == [0, 0]
+
+
+def says_draining(url: str) -> bool:
+    response = httpx.get(f"{url}/health", timeout=10)
+    return response.status_code == 503 and response.json()["error"]["code"] == "draining"
