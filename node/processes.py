@@ -24,6 +24,10 @@ KEPT_STDERR_BYTES = 4096
 SHOWN_STDERR_LINES = 8
 STDERR_READ_BYTES = 65536
 
+# Of the prepared products that torch (ideep) and oneDNN keep for each number of tokens. With their own limits, 1024, a
+# rank's memory grows for hours by hundreds of MB; with these it stays, at the same speed.
+PRODUCT_CACHES = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+
 RANK_MODULES = {Role.UNIFIED: "node.rank", Role.PREFILL: "prefill_node.rank", Role.DECODE: "decode_node.rank"}
 
 
@@ -97,6 +101,7 @@ async def start_rank(config: NodeConfig, command: list[str], ipc_dir: Path, rank
         str(ipc_dir),
         "--rank",
         str(rank),
+        env=PRODUCT_CACHES | os.environ,
         stdin=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
