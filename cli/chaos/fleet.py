@@ -35,7 +35,8 @@ _STOP_S = 30.0
 _POLL_S = 0.2
 _AGAIN_S = 0.5
 _HEALTH = aiohttp.ClientTimeout(total=2.0)
-_POOLS = ("--max-total-tokens", "16384", "--max-mamba-cache-size", "40", "--max-running-requests", "16")
+# So small that the first sweep touches all of it, and that saved states are evicted.
+_POOLS = ("--max-total-tokens", "6144", "--max-mamba-cache-size", "24", "--max-running-requests", "8")
 
 
 @dataclass(slots=True)

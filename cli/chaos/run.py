@@ -1,10 +1,10 @@
 """A chaos run from the plan to the verdict.
 
-    start ──► right answers ──► sweep ──► load and faults ──► settle ──► sweep ──► settle, flush ──► stop
-                                  └ memory before                          └ memory after
+    start ──► right answers ──► warm-up, sweep ──► load and faults ──► settle ──► sweep ──► settle, flush ──► stop
+                                          └ memory before    memory calm ┘           └ memory after
 
-A sweep asks every task once and must be answered rightly throughout. Memory is compared after the first and after the
-last one, by place in the stack (router, front and rank of each node): whoever is there then has done at least a sweep.
+A sweep asks every task once and must be answered rightly throughout. Memory is compared by place in the stack (router,
+front and rank of each node), in whatever life its process is: before the faults, each has done two sweeps.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class _Run:
             self._say(f"{len(tasks)} tasks with their right answers")
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
                 load = Load(session, fleet.router.url, tasks, self._options)
+                await load.sweep("warm-up")
                 await self._sweep(load, "before")
                 await self._storm(load)
                 await self._sweep(load, "after")
