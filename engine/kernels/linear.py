@@ -84,7 +84,7 @@ def project(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _project(
     x,
     x_stride,

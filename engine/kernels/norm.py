@@ -66,7 +66,7 @@ def _gated_rms_norm(y, gate, gate_stride, weight, out, channels, share, eps, BLO
     tl.store(out + row * channels + c, (value * scale * w).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _square_relu(x, count, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.maximum(tl.load(x + i, mask=i < count, other=0.0).to(tl.float32), 0.0)

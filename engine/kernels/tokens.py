@@ -59,7 +59,7 @@ def copy_slots(pools: tuple[Tensor, ...], pairs: Tensor) -> None:
         _copy_slots[(triton.cdiv(size, _COPY), pairs.shape[1])](pool, pairs, pairs.shape[1], size, BLOCK=_COPY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _embed(token_ids, last_tokens, slots, count, embeddings, out, dim, BLOCK: tl.constexpr):
     t = tl.program_id(0)
     token = tl.load(token_ids + t)
@@ -70,7 +70,7 @@ def _embed(token_ids, last_tokens, slots, count, embeddings, out, dim, BLOCK: tl
     tl.store(out + t.to(tl.int64) * dim + c, value, mask=c < dim)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _keep_tokens(best, tokens, slots, places, last_tokens, report, count, PLACES: tl.constexpr, BLOCK: tl.constexpr):
     r = tl.arange(0, BLOCK)
     mask = r < count
@@ -82,7 +82,7 @@ def _keep_tokens(best, tokens, slots, places, last_tokens, report, count, PLACES
     tl.store(report + count + r, token.to(tl.float32), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _copy_slots(pool, pairs, count, size, BLOCK: tl.constexpr):
     pair = tl.program_id(1)
     source, target = tl.load(pairs + pair).to(tl.int64), tl.load(pairs + count + pair).to(tl.int64)

@@ -22,3 +22,10 @@ def seed() -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a machine with a card they are part of `make test-gpu`, and run there on the card."""
+    for item in items:
+        if torch.cuda.is_available() and "tests/kernels" in item.path.as_posix():
+            item.add_marker(pytest.mark.gpu)

@@ -354,8 +354,13 @@ def test_tokens_come_from_the_host_or_from_the_slot(device: torch.device) -> Non
     last = torch.tensor([9, 9, 7, 4], dtype=torch.int32, device=device)
     ids = torch.tensor([-1, 5, 0, 10, 2], dtype=torch.int32, device=device)
     assert torch.equal(embed(ids, last, rows, table), table[[4, 5, 0, 10, 2]])
-    keep_tokens(torch.tensor([1, 8, 3], device=device), rows.slots, last)
+    best, tokens = torch.tensor([0.5, NAN, 2.0], device=device), torch.tensor([1, 8, 70000], device=device)
+    report = keep_tokens(best, tokens, rows.slots, last)
     assert last.tolist() == [9, 9, 8, 1]
+    assert_close(report, torch.stack((best, tokens.float())), equal_nan=True)
+    places = torch.tensor([2, 0], dtype=torch.int32, device=device)
+    report = keep_tokens(best.bfloat16(), tokens, rows.slots[:2], last, places=places)
+    assert last.tolist() == [9, 9, 1, 70000] and report.tolist() == [[2.0, 0.5], [70000.0, 1.0]]
 
 
 @pytest.mark.parametrize("size", [5, 9000])

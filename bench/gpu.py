@@ -1,0 +1,417 @@
+"""Speed of the native engine on one CUDA device at the shape of Nemotron Nano 9B v2, with random weights.
+
+`python bench/gpu.py [--out FILE] [--sections rates,decode,engine,prefill,profile]`. Needs no weights: speed does not
+depend on them. A section is written to FILE when it is done and skipped when FILE has it: the script can be continued.
+Floors: decode at batch b reads the weights without the input embedding once, reads and writes b slots and reads b x
+context tokens of KV, at the copy rate of the same run (bytes read plus bytes written); prefill computes 2 FLOP for each
+weight but embedding and head, at the rate of a large matrix product of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.sampling import LogprobOptions, SamplingParams
+from engine.allocator import PageAllocator, SlotAllocator
+from engine.batch import Row
+from engine.cuda.device import CudaDevice
+from engine.cuda.runner import CudaRunner
+from engine.kernels.linear import Tiling, Workspace, project
+from engine.memory import SequenceMemory
+from engine.model_config import HybridConfig, LayerKind
+from engine.pools import StatePools
+from engine.scheduler import Limits, Scheduler
+from engine.sequence import Phase, Sequence
+from engine.stopping import StopChecker
+from engine.weights import expected_shapes, keep_float32
+
+PATTERN = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+BATCHES = (1, 8, 32, 128)
+CONTEXT = 1024
+PAGE = 16
+PROMPTS = ((1, 1024), (1, 2048), (8, 2048), (4, 8192))
+BOUNDS = {"decode": {1: 1.24, 8: 1.30, 32: 1.32, 128: 1.36}, "prefill": {(8, 2048): 0.52, (1, 1024): 0.48}}
+Figures = dict[str, Any]
+
+
+def nano_9b() -> HybridConfig:
+    return HybridConfig(
+        model="nemotron_h",
+        layers=tuple(LayerKind(letter) for letter in PATTERN),
+        vocab_size=131072,
+        hidden_size=4480,
+        max_position_embeddings=131072,
+        eos_token_ids=(),
+        layer_norm_epsilon=1e-5,
+        tie_word_embeddings=False,
+        num_heads=128,
+        head_dim=80,
+        d_state=128,
+        n_groups=8,
+        conv_kernel=4,
+        chunk_size=128,
+        time_step_limit=(0.0, math.inf),
+        use_bias=False,
+        use_conv_bias=True,
+        attention_heads=40,
+        kv_heads=8,
+        attention_head_dim=128,
+        intermediate_size=15680,
+        mlp_bias=False,
+    )
+
+
+def random_weights(config: HybridConfig, device: torch.device) -> dict[str, Tensor]:
+    """Of a scale at which states neither die nor explode."""
+    weights = {}
+    for name, shape in expected_shapes(config).items():
+        dtype = torch.float32 if keep_float32(name) else torch.bfloat16
+        value = torch.randn(shape, device=device, dtype=dtype)
+        if name.endswith("A_log"):
+            value = value.uniform_(1, 16).log()
+        elif name.endswith("dt_bias"):
+            value = value * 0.5 - 4
+        elif len(shape) == 1:
+            value = value * 0.1 + 1
+        elif "embeddings" not in name:
+            value *= shape[-1] ** -0.5 * (0.3 if name.endswith(("out_proj.weight", "down_proj.weight")) else 1.0)
+        weights[name] = value
+    return weights
+
+
+class Bench:
+    """One runner of the 9B shape, with room for the largest batch."""
+
+    def __init__(self, rows: int, tokens: int) -> None:
+        self.device = torch.device("cuda")
+        torch.manual_seed(0)
+        self.config = nano_9b()
+        weights = random_weights(self.config, self.device)
+        pages = 1 + max(rows * (CONTEXT + 512), 4 * 8192 + 64) // PAGE
+        pools = StatePools(
+            self.config,
+            num_pages=pages,
+            num_slots=rows + 2,
+            page_size=PAGE,
+            dtype=torch.bfloat16,
+            ssm_dtype=torch.float32,
+            device=self.device,
+            revision="random",
+            allocate=None,
+        )
+        begin = time.perf_counter()
+        self.runner = CudaRunner(
+            self.config, weights, pools, max_rows=rows, max_tokens=tokens, max_pages=1024, use_graphs=True
+        )
+        torch.cuda.synchronize()
+        self.capture_s = time.perf_counter() - begin
+        self.weight_bytes = sum(w.nbytes for name, w in weights.items() if name != "embeddings.weight")
+        self.slot_bytes = pools.conv[0].nbytes + pools.ssm[0].nbytes
+        self.token_bytes = pools.kv[:, :, 0].nbytes // PAGE
+        kept = ("embeddings.weight", "lm_head.weight")
+        self.token_flop = 2 * sum(w.numel() for name, w in weights.items() if w.dim() == 2 and name not in kept)
+
+    def decode_floor_ms(self, batch: int, copy_tb_s: float) -> float:
+        nbytes = self.weight_bytes + batch * (2 * self.slot_bytes + CONTEXT * self.token_bytes)
+        return nbytes / copy_tb_s / 1e9
+
+    def rows(self, batch: int, start: int, tokens: int) -> list[Row]:
+        """Rows of `tokens` random tokens from position `start`, each in its own slot and pages."""
+        each = -(-(start + tokens + 256) // PAGE)
+        ids = torch.randint(1, self.config.vocab_size, (batch, tokens)).tolist()
+        return [Row(ids[i], start, list(range(1 + i * each, 1 + (i + 1) * each)), 1 + i, 1, None) for i in range(batch)]
+
+
+def timed_ms(run: Callable[[], object], times: int, warm: int = 3) -> float:
+    """Median milliseconds of one call, by events."""
+    for _ in range(warm):
+        run()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))
+
+
+def rates() -> Figures:
+    """Copy rate, and the rate of a large bf16 matrix product on random data."""
+    source = torch.randn(2**30, device="cuda")
+    target = torch.empty_like(source)
+    copy_ms = timed_ms(lambda: target.copy_(source), 10)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product_ms = timed_ms(lambda: torch.mm(a, b), 10)
+    return {"copy_tb_s": 2 * source.nbytes / copy_ms / 1e9, "matrix_tflop_s": 2 * 8192**3 / product_ms / 1e9}
+
+
+TILINGS = [
+    Tiling(outputs=o, inputs=i, splits=s, warps=w, stages=n)
+    for o, i, s, w, n in (
+        (16, 256, 1, 4, 4),
+        (16, 512, 1, 4, 3),
+        (32, 128, 1, 4, 5),
+        (32, 256, 1, 4, 4),
+        (64, 64, 1, 4, 6),
+        (64, 128, 1, 4, 4),
+        (64, 256, 1, 8, 3),
+        (128, 64, 1, 4, 5),
+        (128, 128, 1, 8, 4),
+        (16, 256, 2, 4, 4),
+        (16, 256, 4, 4, 4),
+        (32, 128, 4, 4, 5),
+        (32, 256, 4, 4, 4),
+        (64, 128, 4, 4, 4),
+        (64, 128, 8, 4, 4),
+        (64, 256, 4, 8, 3),
+        (128, 64, 8, 4, 5),
+    )
+]
+
+
+def products() -> Figures:
+    """The model's products for few rows: cuBLAS against the kernel that reads the weight once, TB/s of weight."""
+    figures: Figures = {}
+    shapes = {
+        "in": (22656, 4480),
+        "out": (4480, 10240),
+        "up": (15680, 4480),
+        "down": (4480, 15680),
+        "head": (131072, 4480),
+    }
+    workspace = Workspace(16 * 64 * 131072, 16384, "cuda")
+    for name, (outputs, inputs) in shapes.items():
+        copies = max(1, 400_000_000 // (outputs * inputs * 2))
+        weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+        norm = torch.rand(inputs, device="cuda")
+        for rows in (1, 8, 32, 128):
+            x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+            out = torch.empty(rows, outputs, device="cuda", dtype=torch.bfloat16)
+            found = {"cublas": _graph_ms([lambda w=w, x=x, out=out: torch.mm(x, w.t(), out=out) for w in weights])}
+            for t in TILINGS if rows <= 32 else ():
+                splits_allowed = name in ("out", "down")
+                if (t.splits > 1 and not splits_allowed) or (rows > 16 and t.outputs < 64):
+                    continue
+                args = {"eps": 1e-5, "square": False, "tiling": t, "workspace": workspace}
+                kind = {"norm": None, "residual": out} if splits_allowed else {"norm": norm, "residual": None}
+                key = f"{t.outputs}x{t.inputs}/{t.splits} w{t.warps} s{t.stages}"
+                try:
+                    found[key] = _graph_ms([lambda w=w, x=x, a=args, k=kind: project(x, w, **a, **k) for w in weights])
+                except Exception as error:  # a tiling that does not fit is a result too
+                    found[key] = math.inf
+                    print(name, rows, key, type(error).__name__, str(error)[:80], flush=True)
+            nbytes = outputs * inputs * 2
+            best = sorted(found.items(), key=lambda item: item[1])[:4]
+            figures[f"{name} {rows}"] = {key: round(nbytes / ms / 1e9, 3) for key, ms in best} | {
+                "cublas": round(nbytes / found["cublas"] / 1e9, 3)
+            }
+            print(f"{name:5}{rows:4}", figures[f"{name} {rows}"], flush=True)
+        del weights
+    return figures
+
+
+def _graph_ms(calls: list[Callable[[], object]]) -> float:
+    """Milliseconds of one call, in a graph of all of them, several times over."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    rounds = max(1, 8 // len(calls))
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    return timed_ms(graph.replay, 5, warm=1) / (rounds * len(calls))
+
+
+def decode(bench: Bench, copy_tb_s: float) -> Figures:
+    """Graph replays alone: device time of a step."""
+    figures = {}
+    for batch in BATCHES:
+        rows = bench.rows(batch, CONTEXT - 1, 1)
+        ms = timed_ms(lambda rows=rows: bench.runner.step(rows), 20)
+        floor = bench.decode_floor_ms(batch, copy_tb_s)
+        figures[str(batch)] = {"step_ms": ms, "floor_ms": floor, "ratio": ms / floor, "bound": BOUNDS["decode"][batch]}
+    return figures
+
+
+def make_scheduler(bench: Bench, rows: int) -> Scheduler:
+    pools = bench.runner.pools
+    return Scheduler(
+        device=CudaDevice(bench.runner, frozenset()),
+        memory=SequenceMemory(
+            pages=PageAllocator(pools.num_pages),
+            slots=SlotAllocator(pools.num_slots),
+            cache=None,
+            copy_slots=bench.runner.copy_slots,
+            page_size=PAGE,
+            num_row_slots=0,
+        ),
+        stopping=StopChecker(lambda ids: "", frozenset()),
+        limits=Limits(
+            page_size=PAGE,
+            prefill_budget=8192,
+            cache_chunk=128,
+            max_running=rows,
+            track_interval=None,
+            tracks_prefill=False,
+            caches_final_state=False,
+            mixed=False,
+        ),
+        overlap=True,
+        hold_after_prefill=False,
+    )
+
+
+def engine(bench: Bench, copy_tb_s: float, steps: int = 60) -> Figures:
+    """Whole steps: scheduler, launches, device, results. Wall time of a step in steady decode; how idle the card is."""
+    figures = {}
+    for batch in BATCHES:
+        scheduler = make_scheduler(bench, batch)
+        for i in range(batch):
+            prompt = torch.randint(1, 131072, (CONTEXT - 32,)).tolist()
+            params = SamplingParams(temperature=0.0, max_new_tokens=400, ignore_eos=True)
+            scheduler.add(
+                Sequence(rid=str(i), prompt_ids=prompt, sampling=params, logprobs=LogprobOptions(), arrival_s=i)
+            )
+        while not (len(scheduler.running) == batch and all(s.phase is Phase.RUNNING for s in scheduler.running)):
+            scheduler.step()
+        for _ in range(8):
+            scheduler.step()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            scheduler.step()
+        wall_ms = (time.perf_counter() - begin) / steps * 1e3
+        busy = device_share(scheduler.step, 10)
+        for sequence in list(scheduler.running):
+            scheduler.remove(sequence)
+            scheduler.release(sequence)
+        while scheduler.has_work():
+            scheduler.step()
+        floor = bench.decode_floor_ms(batch, copy_tb_s)
+        figures[str(batch)] = {"step_ms": wall_ms, "floor_ms": floor, "ratio": wall_ms / floor, **busy}
+    return figures
+
+
+def device_share(step: Callable[[], object], times: int) -> Figures:
+    """Share of the time in which no kernel ran, from the first kernel to the last of `times` steps."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(times):
+            step()
+        torch.cuda.synchronize()
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type.name == "CUDA")
+    busy, last = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return {"idle_share": 1 - busy / (last - spans[0][0])}
+
+
+def prefill(bench: Bench, matrix_tflop_s: float) -> Figures:
+    figures = {}
+    for batch, length in PROMPTS:
+        rows = bench.rows(batch, 0, length)
+        walls = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            bench.runner.step(rows).report.tolist()
+            walls.append(time.perf_counter() - begin)
+        wall_s = statistics.median(walls[1:])
+        rate = batch * length / wall_s
+        share = rate * bench.token_flop / matrix_tflop_s / 1e12
+        bound = BOUNDS["prefill"].get((batch, length))
+        figures[f"{batch}x{length}"] = {"ms": wall_s * 1e3, "tokens_s": rate, "matrix_share": share, "bound": bound}
+    return figures
+
+
+def profile(bench: Bench) -> Figures:
+    """Device time by kernel, microseconds and calls: of a decode step and of two prefills."""
+    cases = {f"decode {b}": bench.rows(b, CONTEXT - 1, 1) for b in BATCHES}
+    cases |= {f"prefill {b}x{n}": bench.rows(b, 0, n) for b, n in ((1, 1024), (8, 2048))}
+    figures = {}
+    for name, rows in cases.items():
+        bench.runner.step(rows)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            bench.runner.step(rows)
+            torch.cuda.synchronize()
+        totals: dict[str, list[float]] = {}
+        for event in found.events():
+            if event.device_type.name == "CUDA":
+                total = totals.setdefault(event.name[:60], [0.0, 0])
+                total[0] += event.time_range.elapsed_us()
+                total[1] += 1
+        top = sorted(totals.items(), key=lambda item: -item[1][0])[:14]
+        figures[name] = {key: [round(us, 1), int(calls)] for key, (us, calls) in top}
+        figures[name]["sum"] = [round(sum(us for us, _ in totals.values()), 1), int(sum(n for _, n in totals.values()))]
+    return figures
+
+
+def show(name: str, figures: Figures) -> None:
+    print(f"== {name}")
+    for key, value in figures.items():
+        if isinstance(value, dict):
+            cells = " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in value.items())
+            print(f"  {key:14} {cells}" if name != "profile" else f"  {key}")
+            for k, v in value.items() if name == "profile" else ():
+                print(f"      {v[0]:10.1f} us {v[1]:5}  {k}")
+        else:
+            print(f"  {key} = {value:.4g}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--sections", default="rates,decode,engine,prefill,profile")
+    arguments = parser.parse_args()
+    record: Figures = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
+    record.setdefault("made", {})
+    bench: Bench | None = None
+    for name in arguments.sections.split(","):
+        if name in record:
+            continue
+        if name in ("rates", "products"):
+            figures = {"rates": rates, "products": products}[name]()
+        else:
+            bench = bench or Bench(max(BATCHES), max(b * n for b, n in PROMPTS))
+            found = record["rates"]
+            match name:
+                case "decode":
+                    figures = decode(bench, found["copy_tb_s"])
+                case "engine":
+                    figures = engine(bench, found["copy_tb_s"])
+                case "prefill":
+                    figures = prefill(bench, found["matrix_tflop_s"])
+                case "profile":
+                    figures = profile(bench)
+                case _:
+                    raise SystemExit(f"--sections: {name} is none of them")
+        record[name] = figures
+        record["made"][name] = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            **({"capture_s": bench.capture_s} if bench else {}),
+        }
+        arguments.out.write_text(json.dumps(record, indent=2))
+        show(name, figures)
+
+
+if __name__ == "__main__":
+    main()
