@@ -93,6 +93,27 @@ def _bootstrap_port(value: str) -> int:
 @click.option("--idle-timeout", type=float, default=300.0, show_default=True, help="Seconds between two bytes")
 @click.option("--liveness-timeout", type=float, default=5.0, show_default=True, help="Seconds of a worker's silence")
 @click.option("--upload-timeout", type=float, default=60.0, show_default=True, help="Seconds for the body of a request")
+@click.option(
+    "--max-retries",
+    type=int,
+    default=RouterConfig().max_retries,
+    show_default=True,
+    help="How often a request may move to another pair of workers",
+)
+@click.option(
+    "--resume-on-decode-failure/--no-resume-on-decode-failure",
+    default=RouterConfig().resume_on_decode_failure,
+    show_default=True,
+    help="Let it move in mid-answer too: the stream goes on at another decode worker",
+)
+@click.option(
+    "--drain-timeout",
+    "drain_timeout_s",
+    type=float,
+    default=RouterConfig().drain_timeout_s,
+    show_default=True,
+    help="Seconds that what runs may take to end after SIGTERM",
+)
 @click.option("--max-body-bytes", type=int, default=RouterConfig().max_body_bytes, show_default=True)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 @click.option("--pd-disaggregation", is_flag=True, hidden=True, help="Always so; accepted for SGLang's command lines")
@@ -133,7 +154,7 @@ def router(
 
 
 def _exit_quietly(*_: object) -> None:
-    """uvicorn raises the signal again once it has shut down: by then nothing is left to do."""
+    """Before it listens and after it has ended; in between the router handles its signals."""
     logging.shutdown()
     sys.exit(0)
 

@@ -127,7 +127,7 @@ def plan_children(options: Options) -> list[ChildPlan]:
     prefill = ("prefill", *node, "--port", str(prefill_port), "--bootstrap-port", str(bootstrap_port))
     decode = ("decode", *node, "--port", str(decode_port))
     pair = ("--prefill", prefill_url, str(bootstrap_port), "--decode", decode_url)
-    router = ("router", "--host", options.host, "--port", str(options.port), *pair, *log_level)
+    router = ("router", "--host", options.host, "--port", str(options.port), *pair, *at_once, *log_level)
     return [
         ChildPlan("prefill node", tandem + prefill, prefill_url),
         ChildPlan("decode node", tandem + decode, decode_url),

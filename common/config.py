@@ -147,7 +147,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Times are seconds. connect_timeout_s: to open a connection; idle_timeout_s: between two bytes of an answer.
 
     liveness_timeout_s: without an answer to health checks until a worker's requests are given up. upload_timeout_s: for
-    the whole body of a request.
+    the whole body of a request. drain_timeout_s: how long what runs may take to end after SIGTERM. max_retries: how
+    often a request may move to another pair of workers; resume_on_decode_failure: also in mid-answer.
     """
 
     host: str = "127.0.0.1"
@@ -159,6 +160,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     idle_timeout_s: float = 300.0
     liveness_timeout_s: float = 5.0
     upload_timeout_s: float = 60.0
+    drain_timeout_s: float = 30.0
+    max_retries: int = 2
+    resume_on_decode_failure: bool = True
     max_body_bytes: int = 16 * 1024 * 1024
     log_level: str = "info"
 

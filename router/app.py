@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import logging
+import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -23,6 +28,7 @@ from router.workers import make_worker
 
 log = logging.getLogger("tandem.router")
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TIMES = ("health_interval_s", "connect_timeout_s", "idle_timeout_s", "liveness_timeout_s", "upload_timeout_s")
 _PROBE = b'{"text": "Hello", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}'
 
@@ -67,21 +73,66 @@ def check_router_config(config: RouterConfig) -> RouterConfig:
         if not 0 < value < float("inf"):
             option = name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"--{option} {value}: a positive number of seconds", param=name)
+    if not 0 <= config.drain_timeout_s < float("inf"):
+        raise ConfigError(f"--drain-timeout {config.drain_timeout_s}: 0 or more seconds", param="drain_timeout_s")
+    if config.max_retries < 0:
+        raise ConfigError(f"--max-retries {config.max_retries}: 0 or more", param="max_retries")
     return config
 
 
 def serve(config: RouterConfig) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError when the port is taken."""
+    """Serve until SIGINT or SIGTERM, then drain. Raises ConfigError when the port or the host cannot be had."""
     app = create_app(config)
     listener = _listen(config.host, config.port)
     log.info("router listens on http://%s:%d", *listener.getsockname()[:2])
-    uvicorn.Server(server_config(app)).run(sockets=[listener])
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(app, listener, config.drain_timeout_s))
+
+
+async def _serve(app: FastAPI, listener: socket.socket, drain_timeout_s: float) -> None:
+    """The first signal lets what runs end, for drain_timeout_s at most, and refuses the rest; the second one waits for
+    nothing."""
+    server = _Server(server_config(app))
+    signals = [asyncio.Event(), asyncio.Event()]
+    for number in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, _set_next, signals)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await _first_of(serving, signals[0].wait())
+    if server.started:
+        router: Router = app.state.router
+        await _first_of(router.dispatcher.drain(drain_timeout_s), signals[1].wait())
+        router.dispatcher.end_all()
+    server.should_exit = True
+    await serving
+
+
+def _set_next(events: list[asyncio.Event]) -> None:
+    for event in events:
+        if not event.is_set():
+            event.set()
+            return
+
+
+async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Task[None]) -> None:
+    """Return when one of them has ended. What was given as a coroutine ends here too."""
+    tasks = [wait if isinstance(wait, asyncio.Task) else asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task, wait in zip(tasks, waits, strict=True):
+        if task is not wait:
+            task.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours to handle: uvicorn would stop at the first one."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def server_config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        loop="uvloop",
         http=LimitedProtocol,
         lifespan="on",
         log_level="warning",
@@ -98,9 +149,13 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
         )
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--port {port}: cannot listen on {host}:{port} ({reason})", param="port") from error
+    except OverflowError as error:
+        raise ConfigError(f"--port {port}: 0 to 65535", param="port") from error
+    except OSError as error:
+        at_fault = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
+        value = port if at_fault == "port" else host
+        reason = f"cannot listen on {host}:{port} ({error.strerror or error})"
+        raise ConfigError(f"--{at_fault} {value}: {reason}", param=at_fault) from error
 
 
 # /generate

@@ -19,6 +19,8 @@ REFUSED = "worker_unavailable"
 """Code of the error when nobody listens."""
 UNREACHABLE = "worker_unreachable"
 """Code of the error when no connection could be opened for another reason. In both cases the request was not seen."""
+LOST = "worker_lost"
+"""Code of the error when the connection broke. The request may have been seen."""
 
 _READ_BUFFER_BYTES = 64 * 1024
 # Below the 5 s after which uvicorn closes an idle connection, so that no request is sent into a closing one.
@@ -117,7 +119,7 @@ def _translated() -> Iterator[None]:
     except (TimeoutError, aiohttp.ServerTimeoutError) as error:
         raise WorkerError("no answer in time", code="worker_timeout", status=504) from error
     except (aiohttp.ClientError, ConnectionError) as error:
-        raise WorkerError(f"the connection broke ({_reason(error)})", code="worker_lost", status=502) from error
+        raise WorkerError(f"the connection broke ({_reason(error)})", code=LOST, status=502) from error
 
 
 def _reason(error: BaseException) -> str:

@@ -75,7 +75,9 @@ def _json(content: Any, status: int = 200) -> Response:
 
 async def health(request: Request) -> Response:
     """200 when a pair can serve."""
-    workers = _router(request).workers
+    router = _router(request)
+    router.dispatcher.check_open()
+    workers = router.workers
     if not workers.has_pair():
         raise WorkerError(workers.why_no_pair())
     return _json({"status": "ok"})
@@ -95,6 +97,7 @@ async def server_info(request: Request) -> Response:
             "workers": [worker.describe() for worker in router.workers.all],
             "mismatches": router.workers.mismatches(),
             "requests_in_flight": len(router.dispatcher.in_flight.rids),
+            "counters": msgspec.to_builtins(router.dispatcher.counters),
             "internal_states": [state for info in decode for state in info.get("internal_states", [])],
             "prefill": [infos[worker.url] for worker in router.workers.prefill if worker.url in infos],
             "decode": decode,
@@ -129,6 +132,8 @@ async def abort_request(request: Request) -> Response:
     fields = decode_object(body)
     if not fields.get("rid") and fields.get("abort_all") is not True:
         raise RequestError("rid: name a request, or set abort_all", param="rid")
+    rid = fields.get("rid")
+    router.dispatcher.on_abort(None if fields.get("abort_all") is True else rid if isinstance(rid, list) else [rid])
     alive = [worker for worker in router.workers.all if worker.alive]
     _raise_first_refusal(await _order_all(router, alive, "POST", "/abort_request", body), "abort_request")
     return _json({"success": True})

@@ -1,64 +1,84 @@
-"""A request's life: claim ids and rooms, open both legs at the same time, answer from decode, end both on any failure.
+"""A request's life: claim its ids, try it on a pair of workers, move it to another pair if that is safe, release.
 
-    claimed ──► legs open ──► decode answers ──► answered ──► prefill leg read to its end ──► released
-                    └── a leg fails, or the client leaves ──► both ended, workers told ──► released
+    claimed ──► attempt ──► answered ──► released
+                 │    ▲
+                 │    └── from its start: no byte has gone to the client
+                 │    └── from the last event on: its decode node died in mid-answer (resumed)
+                 └──► error to the client ──► released
 
-Nothing is retried: the client gets the first failure as the worker put it. Ids are released when the workers have
-answered the aborts, so that a late abort cannot hit the next request of the same id; that one waits for it meanwhile.
+A request never runs twice at once: it moves only when both legs of the try before have ended for certain. Either the
+worker has answered the leg, or it has confirmed the abort, or nobody listens there any more. Silence proves nothing:
+what a silent worker had is not moved. Every try has rooms of its own. Ids are released when the workers have answered
+the aborts, so that a late abort cannot hit the next request of the same id; that one waits for it meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive, Send
 
-from common.errors import AbortedError, WorkerError
-from router.client import Answer, Network
-from router.events import WholeEvents, split_events
+from common.config import RouterConfig
+from common.errors import AbortedError, ServingError, WorkerError
+from router.attempt import Attempt
+from router.client import Network
 from router.in_flight import InFlight
-from router.legs import Answered, Leg, LegFailed
-from router.logprobs import PromptLogprobs
+from router.legs import Leg, LegFailed
+from router.reply import DONE_EVENT, Reply, Sent, resume_field
 from router.request import GenerateRequest
-from router.workers import Worker, Workers
+from router.workers import Pair, Worker, Workers
 
-_LINGER_S = 5.0
+log = logging.getLogger("tandem.router")
+
 _STOP_S = 1.0
 _RELEASE_WAIT_S = 5.0
 _NOTICE_S = 0.1
-_MAX_HEADER_CHARS = 256
-_DONE = b"data: [DONE]\n\n"
+_BACKOFF_S = 0.05
+
+T = TypeVar("T")
+
+
+class Counters(msgspec.Struct, kw_only=True):
+    """Since the start. retries: more tries, from the start. resumes: those that went on in mid-answer."""
+
+    requests: int = 0
+    retries: int = 0
+    resumes: int = 0
 
 
 class Dispatcher:
     """Owns what is in flight and the work that outlives a client: late prefill answers and aborts."""
 
-    def __init__(self, workers: Workers, network: Network) -> None:
+    def __init__(self, config: RouterConfig, workers: Workers, network: Network) -> None:
+        self.config = config
         self.workers = workers
         self.network = network
         self.in_flight = InFlight()
+        self.counters = Counters()
+        self._closed: ServingError | None = None
         self._exchanges: set[Exchange] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._ending: dict[str, asyncio.Task[None]] = {}
+        self._idle = asyncio.Event()
 
     async def generate(self, request: GenerateRequest, receive: Receive, send: Send) -> None:
         """Serve one request to its end. Raises ServingError while the client has been sent nothing."""
+        self.check_open()
         await self._let_end(request.rids)
         pair = self.workers.pick()
-        rooms = self.in_flight.claim(request.rids, request.num_sequences)
-        prefill_body, decode_body = request.leg_bodies(pair.prefill, rooms)
-        prefill = Leg(pair.prefill, prefill_body, self.workers, self.network)
-        decode = Leg(pair.decode, decode_body, self.workers, self.network)
-        exchange = Exchange(request, prefill, decode, Client(receive, send))
+        self.in_flight.claim(request.rids, 0)
+        self.counters.requests += 1
+        exchange = Exchange(self, request, Reply(receive, send, request.rids[0]))
         self._exchanges.add(exchange)
         try:
-            await exchange.run()
+            await exchange.run(pair)
         finally:
-            task = self._in_background(self._release(exchange, request, rooms))
+            task = self._in_background(self._release(exchange, request))
             self._ending.update(dict.fromkeys(request.rids, task))
 
     async def _let_end(self, rids: tuple[str, ...]) -> None:
@@ -69,19 +89,27 @@ class Dispatcher:
         if ending:
             await asyncio.wait(ending, timeout=_RELEASE_WAIT_S)
 
-    async def _release(self, exchange: Exchange, request: GenerateRequest, rooms: list[int]) -> None:
+    async def _release(self, exchange: Exchange, request: GenerateRequest) -> None:
         try:
             await exchange.ended()
         finally:
             self._exchanges.discard(exchange)
-            self.in_flight.release(request.rids, rooms)
+            self.in_flight.release(request.rids, exchange.rooms)
             for rid in request.rids:
                 self._ending.pop(rid, None)
+            if not self._exchanges:
+                self._idle.set()
 
     def give_up(self, worker: Worker, error: WorkerError) -> None:
         """The worker does not answer: every request with an open leg there fails with this error."""
         for exchange in self._exchanges:
             exchange.give_up(worker, error)
+
+    def on_abort(self, rids: list[object] | None) -> None:
+        """A client aborts these requests, or all of them: they are not tried again."""
+        for exchange in self._exchanges:
+            if rids is None or not exchange.request_ids.isdisjoint(rids):
+                exchange.stop(AbortedError("aborted by request"), at_once=False)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -89,154 +117,163 @@ class Dispatcher:
         task.add_done_callback(self._background.discard)
         return task
 
-    async def stop(self) -> None:
-        """End every leg, tell the workers, and let what runs in the background end, but not for long."""
+    # The end
+
+    def check_open(self) -> None:
+        """Raises WorkerError when nothing new is taken."""
+        if self._closed is not None:
+            raise self._closed
+
+    async def drain(self, limit_s: float) -> None:
+        """Take nothing new; return when nothing runs any more, or after limit_s."""
+        self._closed = WorkerError("the router is draining: it ends when what it runs has ended", code="draining")
+        if self._exchanges:
+            log.info("draining for %g s at most, %d requests run; again to end at once", limit_s, len(self._exchanges))
+            await self._wait_idle(limit_s)
+
+    async def _wait_idle(self, limit_s: float) -> None:
+        self._idle.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._exchanges:
+                    await self._idle.wait()
+
+    def end_all(self) -> None:
+        """End every request with an error."""
         for exchange in self._exchanges:
-            exchange.end_legs()
-        if self._background:
-            await asyncio.wait(set(self._background), timeout=_STOP_S)
+            exchange.stop(WorkerError("the router is shutting down", code="shutting_down"), at_once=True)
+
+    async def stop(self) -> None:
+        """End every request, tell the workers, and let what runs in the background end; not for long."""
+        self.end_all()
+        await self._wait_idle(_STOP_S)
         await _cancel(set(self._background))
 
 
-class Client:
-    """The asking side of one exchange. started: the answer's head has gone out, so its status is fixed."""
-
-    def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive = receive
-        self._send = send
-        self.started = False
-
-    async def start(self, status: int, content_type: str, rid: str, length: int | None = None) -> None:
-        headers = [(b"content-type", content_type.encode("latin-1"))]
-        if length is not None:
-            headers.append((b"content-length", b"%d" % length))
-        else:
-            headers.append((b"cache-control", b"no-cache"))
-        if len(rid) <= _MAX_HEADER_CHARS and rid.isascii() and rid.isprintable():
-            headers.append((b"x-request-id", rid.encode("ascii")))
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        self.started = True
-
-    async def write(self, body: bytes, *, more: bool) -> None:
-        """Waits while the client is behind."""
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-
-    async def gone(self) -> None:
-        """Returns when the client has closed its connection."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-
 class Exchange:
-    """One request with its two legs and its client. The legs open as soon as it is made."""
+    """One request of one client, over all of its tries. rooms: those that it has used."""
 
-    def __init__(self, request: GenerateRequest, prefill: Leg, decode: Leg, client: Client) -> None:
+    def __init__(self, dispatcher: Dispatcher, request: GenerateRequest, reply: Reply) -> None:
+        self._dispatcher = dispatcher
         self._request = request
-        self._legs = (prefill, decode)
-        self._client = client
-        self._given_up: asyncio.Future[LegFailed] = asyncio.get_running_loop().create_future()
-        self._aborts: list[asyncio.Task[None]] = []
-        self._prefill = asyncio.create_task(prefill.finish())
-        self._answer = asyncio.create_task(self._stream(decode) if request.stream else self._json(decode))
+        self._reply = reply
+        self._sent = Sent()
+        self._attempts: list[Attempt] = []
+        self._failed: list[Pair] = []
+        self._stopped: LegFailed | None = None
+        self.request_ids = frozenset(request.rids)
+        self.rooms: list[int] = []
 
-    async def run(self) -> None:
+    async def run(self, pair: Pair) -> None:
         """Until the client has an answer or is gone, whatever happens; the legs may end a little later (`ended`)."""
-        gone = asyncio.create_task(self._client.gone())
+        gone = asyncio.create_task(self._reply.gone())
         try:
-            await self._supervise(gone)
+            while True:
+                attempt = self._open(pair)
+                try:
+                    return await attempt.run(gone)
+                except LegFailed as failure:
+                    self._failed.append(pair)
+                    attempt.end_legs()
+                    pair = await self._next_pair(attempt, failure, gone)
         except LegFailed as failure:
-            self.end_legs()
             await self._tell(failure)
-        except WorkerError as error:
-            self.end_legs()
-            await self._tell(LegFailed.of(error))
         except AbortedError:
-            self.end_legs()
+            self._attempts[-1].end_legs()
         except asyncio.CancelledError:
-            self.end_legs()
+            self._attempts[-1].end_legs()
             raise
         finally:
             gone.cancel()
 
-    async def ended(self) -> None:
-        """Returns when neither leg runs and the workers have answered the aborts. The prefill leg may end a little
-        after the answer; what is late is ended."""
-        await asyncio.wait({self._answer, self._prefill}, timeout=_LINGER_S)
-        if not (self._answer.done() and self._prefill.done()):
-            self.end_legs()
-        await asyncio.gather(self._answer, self._prefill, *self._aborts, return_exceptions=True)
+    def _open(self, pair: Pair) -> Attempt:
+        dispatcher, request = self._dispatcher, self._request
+        rooms = dispatcher.in_flight.more_rooms(request.num_sequences)
+        self.rooms += rooms
+        prefill_body, decode_body = request.leg_bodies(pair.prefill, rooms)
+        prefill = Leg(pair.prefill, prefill_body, dispatcher.workers, dispatcher.network)
+        decode = Leg(pair.decode, decode_body, dispatcher.workers, dispatcher.network)
+        self._attempts.append(Attempt(request, prefill, decode, self._reply, self._sent))
+        return self._attempts[-1]
 
-    async def _supervise(self, gone: asyncio.Task[None]) -> None:
-        """Until the client has its answer. Raises LegFailed, or AbortedError when the client is gone."""
-        pending: set[asyncio.Future[Any]] = {self._answer, self._prefill, gone, self._given_up}
-        while True:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if self._answer in done:
-                return self._answer.result()
-            if self._given_up in done:
-                raise self._given_up.result()
-            if self._prefill in done:
-                self._prefill.result()
-            if gone in done:
-                raise AbortedError("the client is gone")
+    # Another try
 
-    # The answer
+    async def _next_pair(self, attempt: Attempt, failure: LegFailed, gone: asyncio.Future[None]) -> Pair:
+        """Where the request goes on. Raises the failure when it cannot, AbortedError when the client is gone."""
+        resumes = self._reply.started
+        self._check_may_move(failure)
+        request = self._resumed(failure) if resumes else self._request
+        self._pick(failure, resumes=resumes)  # before the wait for the legs' end: without another pair it is in vain
+        if not await _unless_gone(gone, attempt.ended()):
+            raise failure
+        await _unless_gone(gone, asyncio.sleep(_BACKOFF_S * len(self._failed)))
+        self._check_may_move(failure)
+        pair = self._pick(failure, resumes=resumes)
+        self._request = request
+        counters = self._dispatcher.counters
+        counters.resumes += resumes
+        counters.retries += not resumes
+        log.warning("request %s %s after %s", request.rids[0], "goes on" if resumes else "is tried again", failure.code)
+        return pair
 
-    async def _json(self, decode: Leg) -> None:
-        answered = await decode.finish()
-        body = answered.body
-        if self._request.merges_logprobs:
-            body = (await self._prompt_logprobs()).merge_answer(body)
-        await self._client.start(200, answered.content_type, self._request.rids[0], len(body))
-        await self._client.write(body, more=False)
+    def _check_may_move(self, failure: LegFailed) -> None:
+        if self._stopped is not None:
+            raise self._stopped
+        if not failure.may_go_on_elsewhere or len(self._failed) > self._dispatcher.config.max_retries:
+            raise failure
 
-    async def _stream(self, decode: Leg) -> None:
-        """The client's head goes out with the first event, so that a failure before it keeps its status."""
-        answer = await decode.start()
-        prompt = await self._prompt_logprobs() if self._request.merges_logprobs else None
-        events = WholeEvents()
-        async for chunk in decode.chunks(answer):
-            if whole := events.feed(chunk):
-                await self._start_stream(answer)
-                await self._client.write(_merged(prompt, whole) if prompt else whole, more=True)
-        await self._start_stream(answer)
-        await self._client.write(events.rest(), more=False)
+    def _resumed(self, failure: LegFailed) -> GenerateRequest:
+        """The rest of the request, from the last event that the client has. Raises the failure when that cannot be."""
+        last = self._sent.object()
+        if last is None or self._request.num_sequences > 1 or not self._dispatcher.config.resume_on_decode_failure:
+            raise failure
+        field = resume_field(last)
+        if field is None:
+            raise failure
+        return self._request.resumed(field)
 
-    async def _start_stream(self, answer: Answer) -> None:
-        if not self._client.started:
-            await self._client.start(200, answer.content_type, self._request.rids[0])
-
-    async def _prompt_logprobs(self) -> PromptLogprobs:
-        answered: Answered = await asyncio.shield(self._prefill)
-        return PromptLogprobs(answered.body)
+    def _pick(self, failure: LegFailed, *, resumes: bool) -> Pair:
+        try:
+            return self._dispatcher.workers.pick(self._failed, resumes=resumes)
+        except WorkerError as error:
+            log.info("request %s has nowhere to go: %s", self._request.rids[0], error.message)
+            raise failure from error
 
     # The end
 
     def give_up(self, worker: Worker, error: WorkerError) -> None:
-        """Fail when this worker, which does not answer, has an open leg. Does nothing the second time."""
-        for leg in self._legs:
-            if leg.worker is worker and leg.open and not self._given_up.done():
-                self._given_up.set_result(leg.lost(error))
+        """Fail when this worker, which does not answer, has a leg that the answer depends on."""
+        if self._attempts and (leg := self._attempts[-1].open_leg(worker)) is not None:
+            self._attempts[-1].fail(leg.lost(error))
+
+    def stop(self, error: ServingError, *, at_once: bool) -> None:
+        """Not to be tried again; at_once: and to fail with this error now."""
+        self._stopped = LegFailed.of(error)
+        if at_once and self._attempts:
+            self._attempts[-1].fail(self._stopped)
+            self._attempts[-1].end_legs()
+
+    async def ended(self) -> None:
+        """Returns when no leg runs any more and the workers have answered the aborts."""
+        await asyncio.gather(*(attempt.ended() for attempt in self._attempts))
 
     async def _tell(self, failure: LegFailed) -> None:
-        if not self._client.started:
-            await self._client.start(failure.status, failure.content_type, self._request.rids[0], len(failure.body))
-            await self._client.write(failure.body, more=False)
+        if not self._reply.started:
+            await self._reply.start(failure.status, failure.content_type, len(failure.body))
+            await self._reply.write(failure.body, more=False)
             return
-        await self._client.write(b"data: " + _error_object(failure) + b"\n\n" + _DONE, more=False)
-
-    def end_legs(self) -> None:
-        """Close the connections of what still runs, and tell the workers. Does nothing the second time."""
-        self._answer.cancel()
-        self._prefill.cancel()
-        for leg in self._legs:
-            if leg.open:
-                leg.open = False
-                self._aborts.append(asyncio.create_task(leg.abort(self._request.rids)))
+        await self._reply.write(b"data: " + _error_object(failure) + b"\n\n" + DONE_EVENT, more=False)
 
 
-def _merged(prompt: PromptLogprobs, whole: bytes) -> bytes:
-    return b"".join(prompt.merge_event(event) + b"\n\n" for event in split_events(whole))
+async def _unless_gone(gone: asyncio.Future[None], work: Coroutine[Any, Any, T]) -> T:
+    """The result. Raises AbortedError when the client is gone first."""
+    task: asyncio.Task[T] = asyncio.create_task(work)
+    either: set[asyncio.Future[Any]] = {gone, task}
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        task.cancel()
+        raise AbortedError("the client is gone")
+    return task.result()
 
 
 def _error_object(failure: LegFailed) -> bytes:

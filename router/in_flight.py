@@ -29,6 +29,10 @@ class InFlight:
         if taken:
             raise RequestError(f"rid {min(taken)!r}: in use by a request that runs", param="rid", code="rid_in_use")
         self.rids.update(rids)
+        return self.more_rooms(num_rooms)
+
+    def more_rooms(self, num_rooms: int) -> list[int]:
+        """For another try: a room is never used twice."""
         return [self._new_room() for _ in range(num_rooms)]
 
     def release(self, rids: Sequence[str], rooms: Sequence[int]) -> None:

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import msgspec
 
 from common.errors import ServingError, WorkerError
-from router.client import Answer, Network
+from router.client import LOST, REFUSED, UNREACHABLE, Answer, Network
 from router.workers import Worker, Workers
 
 log = logging.getLogger("tandem.router")
 
 ABORT_LIMIT_S = 2.0
+_ABORT_AGAIN_S = 0.05
+# Silence proves no end: the request may still run there. An answer that makes no sense was an answer all the same.
+_NEVER_AGAIN = frozenset(
+    {"worker_silent", "worker_timeout", "rank_silent", "peer_silent", "first_token_timeout", "bad_answer"}
+)
+
+
+class _Error(msgspec.Struct):
+    code: str | None = None
+    retryable: bool = False
+
+
+class _Body(msgspec.Struct):
+    error: _Error
 
 
 class LegFailed(Exception):  # noqa: N818 - names a state of the leg; the answer in it is the worker's, not ours
@@ -26,11 +40,26 @@ class LegFailed(Exception):  # noqa: N818 - names a state of the leg; the answer
         self.status = status
         self.content_type = content_type
         self.body = body
+        self.code, self._retryable = _read(body)
 
     @classmethod
     def of(cls, error: ServingError) -> LegFailed:
         record = error.record()
         return cls(record.status, "application/json", msgspec.json.encode(record.body()))
+
+    @property
+    def may_go_on_elsewhere(self) -> bool:
+        """Whether the error says that the request may be sent again, and the leg has ended for certain."""
+        return self._retryable and self.status >= 500 and self.code not in _NEVER_AGAIN
+
+
+def _read(body: bytes) -> tuple[str | None, bool]:
+    """(code, retryable) of an error's body; (None, False) when it has another shape."""
+    try:
+        error = msgspec.json.decode(body, type=_Body).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None, False
+    return error.code, error.retryable
 
 
 @dataclass(slots=True)
@@ -52,8 +81,7 @@ class Leg:
             body = await answer.read()
         except WorkerError as error:
             raise self.lost(error) from error
-        self.open = False
-        raise LegFailed(answer.status if 400 <= answer.status <= 599 else 502, answer.content_type, body)
+        raise self.refused(answer.status, answer.content_type, body)
 
     async def finish(self) -> Answered:
         """Post it and read all of a good answer. Raises LegFailed."""
@@ -65,7 +93,7 @@ class Leg:
         self.open = False
         return Answered(answer.content_type, body)
 
-    async def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
+    async def chunks(self, answer: Answer) -> AsyncGenerator[bytes, None]:
         """The body of a good answer as it arrives. Raises LegFailed. Leaves the connection closed or in the pool."""
         try:
             async for chunk in answer.chunks():
@@ -76,25 +104,59 @@ class Leg:
         finally:
             answer.close()
 
+    def refused(self, status: int, content_type: str, body: bytes) -> LegFailed:
+        """The worker has ended this leg with an error of its own."""
+        self.open = False
+        failure = LegFailed(status if 400 <= status <= 599 else 502, content_type, body)
+        self.workers.on_error(self.worker, failure.status, failure.code)
+        return failure
+
     def lost(self, error: WorkerError) -> LegFailed:
         """Report the worker; the error names its role, not its address, since clients see it."""
+        if error.code in (REFUSED, UNREACHABLE):  # it has never seen the request
+            self.open = False
         self.workers.report(self.worker, error)
         role = self.worker.role.value
         log.warning("%s worker %s: %s", role, self.worker.url, error.message)
         message = f"{role} worker: {error.message}"
         return LegFailed.of(WorkerError(message, code=error.code, status=error.http_status))
 
-    async def abort(self, rids: tuple[str, ...]) -> None:
-        """Tell the worker to give up, also when it has not noticed that the connection is gone. Takes 2 s at most."""
-        url = f"{self.worker.url}/abort_request"
+    async def abort(self, rids: tuple[str, ...]) -> bool:
+        """Tell the worker to give up, also when it has not noticed that the connection is gone. Takes 2 s at most.
+
+        True when the leg has ended for certain: the worker says so, or nobody listens there any more.
+        """
         try:
             async with asyncio.timeout(ABORT_LIMIT_S):
-                for rid in rids:
-                    body = msgspec.json.encode({"rid": rid, "abort_all": False})
-                    answer = await self.network.send("POST", url, body, limit_s=ABORT_LIMIT_S)
-                    await answer.read()
+                return all([await self._abort_one(rid) for rid in rids])
         except (WorkerError, TimeoutError) as error:
             log.debug("abort at %s: %s", self.worker.url, error)
+            return False
+
+    async def _abort_one(self, rid: str) -> bool:
+        url, body = f"{self.worker.url}/abort_request", msgspec.json.encode({"rid": rid, "abort_all": False})
+        while True:
+            try:
+                answer = await self.network.send("POST", url, body, limit_s=ABORT_LIMIT_S)
+                return _has_ended(answer.status, await answer.read())
+            except WorkerError as error:
+                if error.code == REFUSED:
+                    return True
+                if error.code != LOST:
+                    raise
+            await asyncio.sleep(_ABORT_AGAIN_S)  # it is just dying
+
+
+class _Aborted(msgspec.Struct):
+    ended: bool = True
+
+
+def _has_ended(status: int, body: bytes) -> bool:
+    """Our nodes say whether the request has really ended; of others the acknowledgement has to do."""
+    try:
+        return status == 200 and msgspec.json.decode(body, type=_Aborted).ended
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return status == 200
 
 
 @dataclass(frozen=True, slots=True)

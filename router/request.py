@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,14 @@ class GenerateRequest:
     num_sequences: int
     lists_rooms: bool
     rids: tuple[str, ...]
+
+    def resumed(self, resume: dict[str, Any]) -> GenerateRequest:
+        """The rest of a request of one sequence whose client has the beginning of the answer. The prompt's logprobs are
+        known by then."""
+        fields = self.fields | {"resume": resume}
+        if fields.get("logprob_start_len") is not None:
+            fields["logprob_start_len"] = -1
+        return dataclasses.replace(self, fields=fields)
 
     def leg_bodies(self, prefill: Worker, rooms: Sequence[int]) -> tuple[bytes, bytes]:
         """(prefill, decode) bodies: the same but for `stream`, which the prefill leg is never asked for."""

@@ -18,7 +18,7 @@ class Router:
         self.config = config
         self.network: Network = AiohttpNetwork(config)
         self.workers = Workers(config, self.network)
-        self.dispatcher = Dispatcher(self.workers, self.network)
+        self.dispatcher = Dispatcher(config, self.workers, self.network)
         self.workers.on_silence = self.dispatcher.give_up
 
     def start(self) -> None:

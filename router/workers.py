@@ -1,6 +1,7 @@
 """Which workers there are, which of them live, and which two serve the next request.
 
-A worker's health loop owns `alive`, `fingerprint` and `reason`; a request that cannot connect may only report it dead.
+A worker's health loop owns `alive`, `fingerprint` and `reason`; a request that cannot connect, or that is refused
+because the worker drains, may only report it dead. A dead one gets no new requests. Those that run there go on.
 A worker that does not answer a check is asked again at once. The second time it is silent: dead, and what it was asked
 is given up. One where nobody listens is dead, not silent: its connections have broken by themselves.
 """
@@ -10,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,6 +27,7 @@ log = logging.getLogger("tandem.router")
 
 _SILENT_AFTER = 2
 _NO_CONNECTION = (REFUSED, UNREACHABLE)
+_DRAINING = ("draining", "shutting_down")
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +35,8 @@ class Worker:
     """One node as the router sees it.
 
     host: what the other leg calls it by (of a prefill worker: where its rooms are opened). fingerprint: of its state
-    layout, None while unknown or when it publishes none. reason: why it is not alive. last_picked: a count, not a time.
-    unanswered: checks in a row.
+    layout, None while unknown or when it publishes none. resumes: whether it goes on with answers that others began.
+    instance: of the process, None when it tells none. reason: why it is not alive. unanswered: checks in a row.
     """
 
     role: Role
@@ -42,8 +45,9 @@ class Worker:
     bootstrap_port: int | None
     alive: bool = False
     fingerprint: str | None = None
+    resumes: bool = False
+    instance: str | None = None
     reason: str = "not checked yet"
-    last_picked: int = 0
     unanswered: int = 0
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -52,8 +56,7 @@ class Worker:
         return state if self.alive else state | {"reason": self.reason}
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     prefill: Worker
     decode: Worker
 
@@ -89,7 +92,7 @@ class Workers:
         self.on_silence: Callable[[Worker, WorkerError], None] = _ignore
         self._interval_s = config.health_interval_s
         self._check_limit_s = config.liveness_timeout_s / _SILENT_AFTER
-        self._picked = 0
+        self._dealt: set[Worker] = set()
         self._mismatches: tuple[str, ...] = ()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -108,24 +111,36 @@ class Workers:
 
     # Choosing
 
-    def pick(self) -> Pair:
-        """The live pair with equal fingerprints that has waited longest, prefill first. Raises WorkerError (503)."""
-        decode_prints = {worker.fingerprint for worker in self.decode if worker.alive}
-        prefill = [worker for worker in self.prefill if worker.alive and worker.fingerprint in decode_prints]
-        if not prefill:
-            raise WorkerError(self.why_no_pair())
-        first = self._take(prefill)
-        fitting = [worker for worker in self.decode if worker.alive and worker.fingerprint == first.fingerprint]
-        return Pair(first, self._take(fitting))
+    def pick(self, failed: Collection[Pair] = (), *, resumes: bool = False) -> Pair:
+        """A live pair with equal fingerprints, each side by turns in random order, so that every pair is formed.
+
+        failed: pairs that are not to be picked; workers of none of them come first. resumes: only workers that go on
+        with answers that others began. Raises WorkerError (503).
+        """
+        decode = [worker for worker in self.decode if worker.alive and worker.resumes >= resumes]
+
+        def partners(prefill: Worker) -> list[Worker]:
+            return [d for d in decode if d.fingerprint == prefill.fingerprint and (prefill, d) not in failed]
+
+        candidates = [p for p in self.prefill if p.alive and p.resumes >= resumes and partners(p)]
+        if not candidates:
+            raise WorkerError("every pair of workers has failed" if failed else self.why_no_pair())
+        tried = {worker for pair in failed for worker in pair}
+        prefill = self._deal(_untried(candidates, tried))
+        return Pair(prefill, self._deal(_untried(partners(prefill), tried)))
 
     def has_pair(self) -> bool:
         prefill = {worker.fingerprint for worker in self.prefill if worker.alive}
         return any(worker.alive and worker.fingerprint in prefill for worker in self.decode)
 
-    def _take(self, workers: list[Worker]) -> Worker:
-        chosen = min(workers, key=lambda worker: worker.last_picked)
-        self._picked += 1
-        chosen.last_picked = self._picked
+    def _deal(self, workers: list[Worker]) -> Worker:
+        """One of those that have not had their turn yet; when all have had it, the next round begins."""
+        waiting = [worker for worker in workers if worker not in self._dealt]
+        if not waiting:
+            self._dealt.difference_update(workers)
+            waiting = workers
+        chosen = random.choice(waiting)
+        self._dealt.add(chosen)
         return chosen
 
     def why_no_pair(self) -> str:
@@ -151,6 +166,13 @@ class Workers:
             self._mark_dead(worker, error.message)
         worker.check_now.set()
 
+    def on_error(self, worker: Worker, status: int, code: str | None) -> None:
+        """It answered a request with an error. One that drains gets no more at once; others are asked how they are."""
+        if code in _DRAINING:
+            self._mark_dead(worker, code)
+        if status >= 500:
+            worker.check_now.set()
+
     async def _watch(self, worker: Worker) -> None:
         while True:
             await self._check(worker)
@@ -164,12 +186,12 @@ class Workers:
     async def _check(self, worker: Worker) -> None:
         try:
             answer = await self._network.send("GET", f"{worker.url}/health", limit_s=self._check_limit_s)
-            await answer.read()
+            health = _health(await answer.read())
             worker.unanswered = 0
             if answer.status != 200:
-                self._mark_dead(worker, f"/health answered {answer.status}")
-            elif not worker.alive:
-                await self._welcome(worker)
+                self._mark_dead(worker, " ".join(["/health answered", str(answer.status), *health.codes()]))
+            elif not worker.alive or health.instance != worker.instance:
+                await self._welcome(worker, health.instance)
         except WorkerError as error:
             self._on_no_answer(worker, error)
 
@@ -180,10 +202,12 @@ class Workers:
         if worker.unanswered == _SILENT_AFTER:
             self.on_silence(worker, WorkerError("it does not answer", code="worker_silent"))
 
-    async def _welcome(self, worker: Worker) -> None:
-        """Ask a worker that has just come up what it is before it gets requests."""
+    async def _welcome(self, worker: Worker, instance: str | None) -> None:
+        """Ask a worker that has just come up, or come back as another process, what it is before it gets requests."""
+        worker.alive, worker.reason = False, "asked what it is"
         answer = await self._network.send("GET", f"{worker.url}/server_info", limit_s=self._check_limit_s)
-        worker.fingerprint = _fingerprint(await answer.read()) if answer.status == 200 else None
+        info = _server_info(await answer.read()) if answer.status == 200 else _ServerInfo()
+        worker.fingerprint, worker.resumes, worker.instance = info.fingerprint, info.resumes_answers, instance
         worker.alive, worker.reason = True, ""
         log.info("%s worker %s is alive (state layout %s)", worker.role.value, worker.url, worker.fingerprint)
         self._log_new_mismatches()
@@ -206,12 +230,38 @@ def _ignore(_: Worker, __: WorkerError) -> None:
     """What is told to nobody."""
 
 
+def _untried(workers: list[Worker], tried: Collection[Worker]) -> list[Worker]:
+    """Those that were not tried; all when there are none."""
+    return [worker for worker in workers if worker not in tried] or workers
+
+
 class _ServerInfo(msgspec.Struct):
     fingerprint: str | None = None
+    resumes_answers: bool = False
 
 
-def _fingerprint(body: bytes) -> str | None:
+def _server_info(body: bytes) -> _ServerInfo:
     try:
-        return msgspec.json.decode(body, type=_ServerInfo).fingerprint
-    except msgspec.DecodeError:
-        return None
+        return msgspec.json.decode(body, type=_ServerInfo)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _ServerInfo()
+
+
+class _HealthError(msgspec.Struct):
+    code: str | None = None
+
+
+class _Health(msgspec.Struct):
+    instance: str | None = None
+    error: _HealthError | None = None
+
+    def codes(self) -> list[str]:
+        return [self.error.code] if self.error is not None and self.error.code else []
+
+
+def _health(body: bytes) -> _Health:
+    """Of a foreign worker nothing is known."""
+    try:
+        return msgspec.json.decode(body, type=_Health)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _Health()

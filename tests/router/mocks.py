@@ -30,11 +30,16 @@ class MockWorker:
         self.role = role
         self.port = 0
         self.fingerprint: str | None = "f0"
+        self.resumes = False
+        self.instance: str | None = None
         self.healthy = True
+        self.health_error: dict[str, Any] = {}
         self.stopped = False  # as by SIGSTOP: connections open, nothing is answered
         self.checks = 0
         self.checks_to_miss = 0
         self.abort_delay_s = 0.0
+        self.abort_status = 200
+        self.abort_ended: bool | None = None
         self.script: Callable[[MockWorker, web.Request, dict[str, Any]], Awaitable[web.StreamResponse]] = answer_at_once
         self.bodies: list[dict[str, Any]] = []
         self.raw: list[bytes] = []
@@ -43,6 +48,7 @@ class MockWorker:
         self.flush_status = 200
         self.flushes = 0
         self._runner: web.AppRunner | None = None
+        self._stopping: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -67,6 +73,17 @@ class MockWorker:
             await self._runner.cleanup()
             self._runner = None
 
+    def stop_soon(self) -> None:
+        """From inside a script, which ends with the worker: as when the process is killed, nobody listens any more."""
+        assert self._runner is not None
+        for site in list(self._runner.sites):
+            site._server.close()  # type: ignore[attr-defined]
+        self._stopping = asyncio.create_task(self.stop())
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping is not None
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         self.raw.append(raw)
@@ -80,17 +97,21 @@ class MockWorker:
     async def _abort(self, request: web.Request) -> web.Response:
         await asyncio.sleep(self.abort_delay_s)
         self.aborts.append(await request.json())
-        return web.json_response({"success": True})
+        body = {"success": True} if self.abort_ended is None else {"success": True, "ended": self.abort_ended}
+        return web.json_response(body, status=self.abort_status)
 
     async def _health(self, _: web.Request) -> web.Response:
         if self.stopped or self.checks_to_miss > 0:
             self.checks_to_miss -= 1
             await asyncio.Event().wait()
         self.checks += 1
-        return web.json_response({}, status=200 if self.healthy else 503)
+        if not self.healthy:
+            return web.json_response({"error": self.health_error}, status=503)
+        return web.json_response({"instance": self.instance})
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        return web.json_response({"fingerprint": self.fingerprint, "internal_states": [{"rank": 0, "of": self.role}]})
+        info = {"fingerprint": self.fingerprint, "internal_states": [{"rank": 0, "of": self.role}]}
+        return web.json_response(info | ({"resumes_answers": True} if self.resumes else {}))
 
     async def _model_info(self, _: web.Request) -> web.Response:
         return web.json_response({"model_path": "mini"})

@@ -252,7 +252,7 @@ async def test_requests_of_a_worker_that_stops_answering_are_given_up(
     async with run_router(config_of([prefill], [decode], liveness_timeout_s=liveness_s)) as router:
         await router.until_alive()
         prefill.script = never
-        decode.script = streams(event({"text": "a"}), gap_s=30) if stream else never
+        decode.script = streams(event({"text": "a"}), gap_s=30) if stream and which == "decode" else never
         request = asyncio.create_task(router.generate(stream=stream))
         await router.until(lambda: len(decode.bodies) == len(prefill.bodies) == 1)
         begin, bad.stopped = time.monotonic(), True

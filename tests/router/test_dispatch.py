@@ -237,15 +237,14 @@ async def test_a_stream_whose_decode_breaks_ends_with_an_error_line(
     assert lines[2:] == ["data: [DONE]", ""]
 
 
-async def test_a_stream_whose_prefill_fails_ends_with_its_error(
-    router: RunningRouter, prefill: MockWorker, decode: MockWorker
-) -> None:
+async def test_a_stream_outlives_its_prefill(router: RunningRouter, prefill: MockWorker, decode: MockWorker) -> None:
+    """When decode's answer flows it has the whole state."""
     prefill.script = fails(500, b"boom", delay_s=0.1)
-    decode.script = streams(event({"text": "a"}), gap_s=30)
-    lines = (await router.generate(stream=True)).text.split("\n\n")
-    assert json.loads(lines[1].removeprefix("data: "))["error"]["message"] == "boom"
-    assert lines[2:] == ["data: [DONE]", ""]
-    await router.until(lambda: decode.cut_off == 1, limit_s=1)
+    decode.script = streams(event({"text": "a"}), event(b"[DONE]"), gap_s=0.3)
+    answer = await router.generate(stream=True)
+    assert answer.content == event({"text": "a"}) + event(b"[DONE]")
+    await drained(router)
+    assert decode.aborts == prefill.aborts == []
 
 
 async def test_a_decode_answer_counts_although_prefill_ends_later(

@@ -1,0 +1,148 @@
+"""One try of a request: two legs in rooms of their own, opened at the same time, ended together.
+
+legs open ──► decode answers ──► answered ──► prefill leg read to its end
+    └── a leg fails, or the client leaves ──► both ended, workers told
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+from common.errors import AbortedError, WorkerError
+from router.client import LOST, Answer
+from router.events import WholeEvents, split_events
+from router.legs import Answered, Leg, LegFailed
+from router.logprobs import PromptLogprobs
+from router.reply import DONE_EVENT, Reply, Sent, is_finished
+from router.request import GenerateRequest
+
+_LINGER_S = 5.0
+_ERROR_EVENT = b'data: {"error"'
+"""How an error in a stream begins. It cannot lie inside a JSON string, where quotes are escaped."""
+
+
+class Attempt:
+    """The legs open as soon as it is made. reply, sent: of the whole request, whose earlier tries they may know of."""
+
+    def __init__(self, request: GenerateRequest, prefill: Leg, decode: Leg, reply: Reply, sent: Sent) -> None:
+        self._request = request
+        self._prefill_leg, self._decode_leg = prefill, decode
+        self._reply = reply
+        self._sent = sent
+        self._flows = False  # decode's answer, in this try
+        self._failed: asyncio.Future[LegFailed] = asyncio.get_running_loop().create_future()
+        self._aborts: list[asyncio.Task[bool]] = []
+        self._prefill = asyncio.create_task(prefill.finish())
+        self._answer = asyncio.create_task(self._stream() if request.stream else self._json())
+
+    async def run(self, gone: asyncio.Future[None]) -> None:
+        """Until the client has its answer. Raises LegFailed, or AbortedError when the client is gone.
+
+        Once decode's answer flows, the prefill leg is of no interest: decode has the whole state.
+        """
+        pending: set[asyncio.Future[Any]] = {self._answer, self._prefill, gone, self._failed}
+        while True:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if self._answer in done and not self._answer.cancelled():
+                return self._answer.result()
+            if self._failed in done:
+                raise self._failed.result()
+            if self._prefill in done and not self._flows:
+                self._prefill.result()
+            if gone in done:
+                raise AbortedError("the client is gone")
+
+    # The answer
+
+    async def _json(self) -> None:
+        answered = await self._decode_leg.finish()
+        body = answered.body
+        try:
+            if self._request.merges_logprobs:
+                body = (await self._prompt_logprobs()).merge_answer(body)
+        except WorkerError as error:
+            raise LegFailed.of(error) from error
+        await self._reply.start(200, answered.content_type, len(body))
+        await self._reply.write(body, more=False)
+
+    async def _stream(self) -> None:
+        """The client's head goes out with the first event, so that a failure before it keeps its status."""
+        leg, events = self._decode_leg, WholeEvents()
+        try:
+            answer = await leg.start()
+            if self._request.merges_logprobs and self._sent.prompt is None:
+                self._sent.prompt = await self._prompt_logprobs()
+            async with aclosing(leg.chunks(answer)) as chunks:
+                async for chunk in chunks:
+                    if whole := events.feed(chunk):
+                        await self._pass_on(answer, whole)
+            if not self._sent.is_done:
+                raise leg.lost(WorkerError("its stream ended before its end", code=LOST, status=502))
+            await self._reply.write(events.rest(), more=False)
+        except WorkerError as error:
+            raise LegFailed.of(error) from error
+        except LegFailed:
+            if not self._is_complete():
+                raise
+            await self._reply.write(b"" if self._sent.is_done else DONE_EVENT, more=False)
+
+    async def _pass_on(self, answer: Answer, whole: bytes) -> None:
+        """Give whole events to the client, but no error: raises it as LegFailed."""
+        cut = whole.find(_ERROR_EVENT)
+        error, whole = (b"", whole) if cut < 0 else (whole[cut:], whole[:cut])
+        if whole:
+            await self._reply.start(200, answer.content_type)
+            await self._reply.write(_merged(self._sent.prompt, whole), more=True)
+            self._sent.last, self._flows = whole, True
+        if error:
+            data = split_events(error)[0].removeprefix(b"data:").strip()
+            raise self._decode_leg.refused(502, "application/json", data)
+
+    def _is_complete(self) -> bool:
+        """Whether the client has all of the answer, although the stream broke."""
+        if self._sent.is_done or self._request.num_sequences > 1:
+            return self._sent.is_done
+        last = self._sent.object()
+        return last is not None and is_finished(last)
+
+    async def _prompt_logprobs(self) -> PromptLogprobs:
+        answered: Answered = await asyncio.shield(self._prefill)
+        return PromptLogprobs(answered.body)
+
+    # The end
+
+    def fail(self, failure: LegFailed) -> None:
+        """Does nothing the second time."""
+        if not self._failed.done():
+            self._failed.set_result(failure)
+
+    def open_leg(self, worker: object) -> Leg | None:
+        """The leg at this worker that the answer still depends on."""
+        legs = (self._decode_leg,) if self._flows else (self._prefill_leg, self._decode_leg)
+        return next((leg for leg in legs if leg.worker is worker and leg.open), None)
+
+    def end_legs(self) -> None:
+        """Close the connections of what still runs, and tell the workers. Does nothing the second time."""
+        self._answer.cancel()
+        self._prefill.cancel()
+        for leg in (self._prefill_leg, self._decode_leg):
+            if leg.open:
+                leg.open = False
+                self._aborts.append(asyncio.create_task(leg.abort(self._request.rids)))
+
+    async def ended(self) -> bool:
+        """Returns when neither leg runs and the workers have answered the aborts. The prefill leg may end a little
+        after the answer; what is late is ended. False when an abort was not confirmed: it may still run there."""
+        await asyncio.wait({self._answer, self._prefill}, timeout=_LINGER_S)
+        if not (self._answer.done() and self._prefill.done()):
+            self.end_legs()
+        await asyncio.gather(self._answer, self._prefill, return_exceptions=True)
+        return all(await asyncio.gather(*self._aborts))
+
+
+def _merged(prompt: PromptLogprobs | None, whole: bytes) -> bytes:
+    if prompt is None:
+        return whole
+    return b"".join(prompt.merge_event(event) + b"\n\n" for event in split_events(whole))

@@ -1,0 +1,98 @@
+"""The asking side of one request: what its client is sent, and whether it is still there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Send
+
+from router.events import split_events
+from router.logprobs import PromptLogprobs
+
+DONE_EVENT = b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]"
+_MAX_HEADER_CHARS = 256
+
+
+class Reply:
+    """started: the answer's head has gone out, so its status is fixed."""
+
+    def __init__(self, receive: Receive, send: Send, rid: str) -> None:
+        self._receive = receive
+        self._send = send
+        self._rid = rid
+        self.started = False
+
+    async def start(self, status: int, content_type: str, length: int | None = None) -> None:
+        """Does nothing the second time: a stream that goes on at another worker has its head."""
+        if self.started:
+            return
+        headers = [(b"content-type", content_type.encode("latin-1"))]
+        if length is not None:
+            headers.append((b"content-length", b"%d" % length))
+        else:
+            headers.append((b"cache-control", b"no-cache"))
+        rid = self._rid
+        if len(rid) <= _MAX_HEADER_CHARS and rid.isascii() and rid.isprintable():
+            headers.append((b"x-request-id", rid.encode("ascii")))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self.started = True
+
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """Waits while the client is behind. A write that is cancelled has sent nothing."""
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def gone(self) -> None:
+        """Returns when the client has closed its connection."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+@dataclass(slots=True)
+class Sent:
+    """How far the stream of one request has come, over all of its tries.
+
+    last: the decode node's newest whole events that have gone to the client, as they came. They are read only when the
+    stream has to go on elsewhere. prompt: the logprobs that are merged into every event.
+    """
+
+    last: bytes = b""
+    prompt: PromptLogprobs | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """The stream's last event has gone out."""
+        return _DONE in self.last
+
+    def object(self) -> dict[str, Any] | None:
+        """The newest answer object; None when the newest events hold none."""
+        for event in reversed(split_events(self.last)):
+            data = event.removeprefix(b"data:").strip()
+            if data.startswith(b"{"):
+                return _object(data)
+        return None
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def is_finished(answer: dict[str, Any]) -> bool:
+    """Whether this object of a stream is the last one of its sequence."""
+    meta = answer.get("meta_info")
+    return isinstance(meta, dict) and meta.get("finish_reason") is not None
+
+
+def resume_field(answer: dict[str, Any]) -> dict[str, Any] | None:
+    """What a node needs to go on after this object of a stream; None when it does not say enough."""
+    ids, meta = answer.get("output_ids"), answer.get("meta_info")
+    if not isinstance(ids, list) or not isinstance(meta, dict):
+        return None
+    names = ("output_token_logprobs", "output_top_logprobs")
+    return {"output_ids": ids} | {name: meta[name] for name in names if meta.get(name)}
