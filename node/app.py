@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -40,13 +40,17 @@ _FLUSH_TIMEOUT = NumberRule(integer=False, low=0, high=600)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingNode:
-    """What the endpoints work with, complete once the ranks are ready. bootstrap_port: of a prefill node."""
+    """What the endpoints work with, complete once the ranks are ready. bootstrap_port: of a prefill node.
+
+    instance: another one at every start, so that a router notices a restart between two of its checks.
+    """
 
     config: NodeConfig
     limits: ServingLimits
     tokenizer: Tokenizer
     client: RankClient
     bootstrap_port: int | None
+    instance: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
     def query_timeout_s(self) -> float:
@@ -95,7 +99,7 @@ def _add_health(app: FastAPI, node: ServingNode) -> None:
     @app.get("/health")
     async def health() -> Response:
         node.check_serving()
-        return json_response({"status": "ok"})
+        return json_response({"status": "ok", "instance": node.instance})
 
     @app.get("/health_generate")
     async def health_generate() -> Response:
