@@ -12,11 +12,12 @@ CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test test-slow test-gpu check fmt bench clean system
+.PHONY: help serve test test-slow test-gpu test-rdma check fmt bench clean system
 
 help:
 	@echo "make serve      router on 127.0.0.1:$(PORT), one prefill and one decode node, and a first question"
 	@echo "make test       the tests;  make test-slow, make test-gpu: those that take minutes, those that need a GPU"
+	@echo "make test-rdma  the hand-off over RDMA verbs, without hardware: Soft-RoCE in a virtual machine (root, the first time)"
 	@echo "make check      format, lint and types;  make fmt: repair the first two"
 	@echo "make bench      every benchmark; results go to bench/results/"
 	@echo "make clean      remove caches and build outputs; .venv stays"
@@ -30,13 +31,17 @@ serve: $(INSTALLED)
 	@$(BIN)/tandem up --port $(PORT)
 
 test: $(INSTALLED)
-	@$(BIN)/pytest -m "not slow and not gpu"
+	@$(BIN)/pytest -m "not slow and not gpu and not rdma"
 
 test-slow: $(INSTALLED)
 	@$(BIN)/pytest -m slow
 
 test-gpu: $(INSTALLED)
 	@$(BIN)/pytest -m gpu || { status=$$?; [ $$status = 5 ] || exit $$status; echo "make: no test needs a GPU yet"; }
+
+test-rdma: $(INSTALLED)
+	@$(BIN)/python -m tests.rdma.image
+	@$(BIN)/pytest -m rdma
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
@@ -51,7 +56,7 @@ bench: $(INSTALLED)
 	@$(BIN)/tandem bench --all
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # Sets $$index. Where pip looks for wheels in a folder of this machine, nobody asks pytorch.org. SIGALRM ends a slow
