@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from common.config import Protocol, TransferConfig
@@ -132,22 +133,27 @@ def open_mooncake(config: TransferConfig) -> MooncakeTransport:
     _set_environment(config)
     module = _load()
     if config.protocol is Protocol.NVLINK and not (module.SUPPORT_MNNVL or module.SUPPORT_INTRA_NVLINK):
-        raise ConfigError("--transfer-protocol nvlink: this Mooncake wheel is built without it", param="protocol")
+        raise ConfigError(
+            "--transfer-protocol nvlink: this Mooncake wheel is built without it", param="transfer_protocol"
+        )
     before = {socket.inode for socket in own_sockets()}
     engine = module.TransferEngine()
     with _captured_stderr() as words:
         code = engine.initialize(config.host, "P2PHANDSHAKE", config.protocol.value, config.device)
     log.debug("mooncake said: %s", words())
     if code:
+        asked = f"--transfer-protocol {config.protocol.value}"
+        if config.device:
+            asked += f", --transfer-device {config.device}"
         raise ConfigError(
-            f"--transfer-protocol {config.protocol.value}: Mooncake did not start on {config.host}"
-            f" (device {config.device or 'any'}, code {code}): {_last_error(words())}",
-            param="protocol",
+            f"{asked}: Mooncake did not start on {config.host} (code {code}): {_last_error(words())}",
+            param="transfer_device" if config.device else "transfer_protocol",
         )
     rpc_port = engine.get_rpc_port()
     listening = [s.local_port for s in own_sockets() if s.listening and s.inode not in before]
     data_ports = [port for port in listening if port != rpc_port]
     _check_installed(config.protocol, data_ports)
+    _check_devices(config.device)
     transport = MooncakeTransport(engine, config.host, config.protocol, data_ports[0] if data_ports else None)
     log.info("transport installed: %s, session %s", transport.name, transport.session)
     return transport
@@ -155,7 +161,7 @@ def open_mooncake(config: TransferConfig) -> MooncakeTransport:
 
 def _check_installed(wanted: Protocol, data_ports: Sequence[int]) -> None:
     """Refuse to go on with another transport than `wanted`. Raises ConfigError."""
-    verbs = any("/infiniband/uverbs" in target for target in open_files())
+    verbs = bool(_verbs_open())
     match wanted:
         case Protocol.TCP:
             right = len(data_ports) == 1 and not verbs
@@ -167,8 +173,25 @@ def _check_installed(wanted: Protocol, data_ports: Sequence[int]) -> None:
         raise ConfigError(
             f"--transfer-protocol {wanted.value}: Mooncake installed another transport"
             f" (RDMA device open: {verbs}, TCP data ports: {list(data_ports)})",
-            param="protocol",
+            param="transfer_protocol",
         )
+
+
+def _check_devices(wanted: str) -> None:
+    """Refuse to go on without a device of the list: Mooncake leaves out those that are not there or not up."""
+    names = {name.strip() for name in wanted.split(",")} - {""}
+    found = {Path(f"/sys/class/infiniband_verbs/{verbs}/ibdev").read_text().strip() for verbs in _verbs_open()}
+    if not names <= found:
+        raise ConfigError(
+            f"--transfer-device {wanted}: Mooncake did not open {', '.join(sorted(names - found))}"
+            " (no such device, or its port is down)",
+            param="transfer_device",
+        )
+
+
+def _verbs_open() -> set[str]:
+    """The RDMA devices that this process has open, by the names of their device files (uverbs0)."""
+    return {Path(target).name for target in open_files() if "/infiniband/uverbs" in target}
 
 
 def _set_environment(config: TransferConfig) -> None:
