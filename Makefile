@@ -41,7 +41,7 @@ test-gpu: $(INSTALLED)
 
 test-rdma: $(INSTALLED)
 	@$(BIN)/python -m tests.rdma.image
-	@$(BIN)/pytest -m rdma
+	@$(BIN)/pytest tests/rdma
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
