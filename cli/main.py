@@ -230,7 +230,7 @@ def doctor(model_path: str, port: tuple[int, ...]) -> None:
 @click.option("--rate", type=float, default=10.0, show_default=True, help="Requests begun a second at most")
 @click.option("--liveness-timeout", "liveness_s", type=float, default=3.0, show_default=True, help="Of all processes")
 @click.option(
-    "--margin", "margin_s", type=float, default=20.0, show_default=True, help="Silence allowed beyond that, seconds"
+    "--margin", "margin_s", type=float, default=10.0, show_default=True, help="Silence allowed beyond that, seconds"
 )
 @click.option(
     "--settle-timeout", "settle_s", type=float, default=30.0, show_default=True, help="Seconds until all is free again"

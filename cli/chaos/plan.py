@@ -16,7 +16,7 @@ DECODE = ("decode-1", "decode-2")
 ROLE_OF = dict.fromkeys(PREFILL, Role.PREFILL) | dict.fromkeys(DECODE, Role.DECODE)
 
 _START_S = 8.0  # for a node to come back
-_GAP_S = (1.5, 4.0)
+_GAP_S = (1.0, 3.0)
 _PARTS = ("kv", "conv", "ssm", "track", "metadata")
 
 
