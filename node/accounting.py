@@ -251,7 +251,8 @@ def _by_owner(items: set[Item]) -> Iterable[tuple[tuple[str, str, float], list[I
     def key(item: Item) -> tuple[str, str, float]:
         return item.kind, item.owner, item.since_s
 
-    return ((what, list(group)) for what, group in itertools.groupby(sorted(items, key=key), key=key))
+    in_order = sorted(items, key=lambda item: (*key(item), item.number))
+    return ((what, list(group)) for what, group in itertools.groupby(in_order, key=key))
 
 
 def _numbers(items: Seq[Item]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -184,6 +185,16 @@ def test_held_rooms_and_leases_are_no_leaks(pair: Ranks) -> None:
     pair.run_until(lambda: held.ended)
     pair.assert_all_free()
     assert_no_alarm(pair)
+
+
+def test_what_waits_for_memory_is_no_leak(pair: Ranks) -> None:
+    scheduler = pair.decode.host.scheduler
+    scheduler.limits = dataclasses.replace(scheduler.limits, max_running=0)
+    outcome = pair.submit(LONG)
+    pair.step()
+    assert_all_owned(pair.decode)
+    assert ask(pair.decode, "debug")["rooms"][0]["phase"] == "reserving"
+    pair.abort(outcome)
 
 
 def test_a_draining_lease_is_no_leak() -> None:
