@@ -148,7 +148,7 @@ def recorded_a_chunk_too_late(patch: Patch) -> None:
     patch.setattr(
         ModelRunner,
         "forward",
-        lambda self, rows: original(self, [early(row, self.config.chunk_size) for row in rows]),
+        lambda self, rows, *rest: original(self, [early(row, self.config.chunk_size) for row in rows], *rest),
     )
 
 
