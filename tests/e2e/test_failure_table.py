@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,18 +17,17 @@ from typing import Any
 import pytest
 
 from common.config import EngineConfig, Role
-from common.errors import TransferError
 from common.handoff import RoomAddress
 from decode_node.rank import DecodeRole
 from node.messages import Abort, Submit
 from node.rank import Waker
 from prefill_node.rank import PrefillRole
 from tests.support import failure_table
+from tests.support.held import HeldTransport
 from tests.support.ranks import Outcome, Ranks, Request, bootstrap, node_config
 from transfer.lease import LeaseState
-from transfer.loopback import LoopbackTransport
 from transfer.room import RoomState
-from transfer.transport import Block, open_transport
+from transfer.transport import open_transport
 
 HERE = ("client gone", "abort by rid", "transport error", "time-out", "digest mismatch", "out of slots")
 ELSEWHERE = {("decode", "running", "time-out"): "tests/node/test_front.py: the front watches its rank"}
@@ -39,29 +37,6 @@ BOOTSTRAP_S, TRANSFER_S, FIRST_TOKEN_S = 0.4, 0.5, 1.0
 PREFILL_SLOTS, DECODE_PLACES = 4, 8
 
 numbers = itertools.count(1)
-
-
-class HeldTransport(LoopbackTransport):
-    """Writes wait until they may land, and then fail if the link `breaks`. The commit is lost or spoiled on request."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.land, self.reached = threading.Event(), threading.Event()
-        self.land.set()
-        self.breaks = self.loses_commit = self.spoils_commit = False
-
-    def write(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> None:
-        if blocks[0].part != "greeting":
-            self.reached.set()
-            assert self.land.wait(30)
-            if self.breaks:
-                raise TransferError("the link broke", code="write_failed")
-        super().write(session, blocks, nth_room)
-
-    def metadata(self, payload: bytes, nth_room: int = 0) -> bytes | None:
-        if self.spoils_commit:
-            return payload[:-1] + bytes([payload[-1] ^ 1])
-        return None if self.loses_commit else payload
 
 
 @dataclass(slots=True)
@@ -187,8 +162,7 @@ def declined(case: Case) -> None:
 
 def both_open(case: Case) -> None:
     """With a write in flight."""
-    case.transport.land.clear()
-    case.transport.reached.clear()
+    case.transport.hold()
     case.leg("decode")
     case.leg("prefill")
     case.until(case.transport.reached.is_set)
@@ -430,7 +404,7 @@ def test_no_slot_is_no_error(patient: Ranks, side: str, state: str, fault: str) 
     else:
         waiting = [Case(patient) for _ in range(PREFILL_SLOTS + 1)]
         for each in waiting:
-            each.transport.land.clear()
+            each.transport.hold()
             each.leg("decode", max_new_tokens=2)
             each.leg("prefill")
         waiting[0].until(lambda: waiting[0].rooms() == {"open": len(waiting)})
