@@ -20,6 +20,7 @@ LEAST_RIGHT = 0.5
 
 _POLL_S = 0.3
 _LIMIT = aiohttp.ClientTimeout(total=10.0)
+_FAULT_OF_OURS = re.compile(r"^Traceback|leak: ", re.MULTILINE)
 _ENDED = re.compile(r"node\.exchange: (\S+) has ended")
 
 
@@ -56,7 +57,7 @@ def in_use(state: dict[str, Any]) -> list[str]:
     held = {name: state[name] for name in state if name.startswith("num_") and isinstance(state[name], int)}
     held |= {f"rooms {name}": count for name, count in transfer.get("rooms", {}).items()}
     held |= {f"leases {name}": count for name, count in transfer.get("leases", {}).items()}
-    held |= {"quarantined": transfer.get("quarantined", 0)}
+    held |= {"quarantined": transfer.get("quarantined", 0), "leaks_total": state["leaks_total"]}
     for kind in ("pages", "slots"):
         held[f"{kind} that nobody can use"] = state[f"{kind}_total"] - state[f"{kind}_free"] - state[f"{kind}_cached"]
     return [f"{name} {count}" for name, count in held.items() if count]
@@ -102,6 +103,12 @@ def completions(decode_nodes: Iterable[Process]) -> Counter[str]:
     for node in decode_nodes:
         counts.update(_ENDED.findall(node.log.read_text(errors="replace")))
     return counts
+
+
+def logged_faults(members: Iterable[Process]) -> list[str]:
+    """Who logged an exception that nobody expected, or a leak."""
+    counts = [(m, len(_FAULT_OF_OURS.findall(m.log.read_text(errors="replace")))) for m in members]
+    return [f"{member.name}: {count} in {member.log}" for member, count in counts if count]
 
 
 def computed_twice(counts: Counter[str], outcomes: Sequence[Outcome]) -> list[str]:

@@ -53,7 +53,7 @@ class Outcome:
     aborted: bool = False
 
 
-class _JudgementError(Exception):
+class JudgementError(Exception):
     """What the client got is not what it may get."""
 
     def __init__(self, end: End, detail: str) -> None:
@@ -145,7 +145,7 @@ class Load:
             end, code, detail = End.ERROR, error.code, error.detail
             if code in _END_CODES and aborting is None:
                 end, detail = End.BROKEN, f"ended by an abort that was not its own: {detail}"
-        except _JudgementError as error:
+        except JudgementError as error:
             end, detail = error.end, error.detail
         except aiohttp.SocketTimeoutError:
             end, detail = End.LATE, f"nothing heard for {self._options.silence_limit_s:g} s"
@@ -178,7 +178,7 @@ class Load:
                     raise _typed_error(await response.read(), response.status)
         except _TypedError:
             return ""
-        except (aiohttp.ClientError, TimeoutError, _JudgementError) as error:
+        except (aiohttp.ClientError, TimeoutError, JudgementError) as error:
             return f"abort: {type(error).__name__}: {error}"
         return ""
 
@@ -206,7 +206,7 @@ async def _judge_stream(response: aiohttp.ClientResponse, task: Task, clock: _Cl
         if not data:
             continue
         if done:
-            raise _JudgementError(End.BROKEN, f"something came after [DONE]: {data[:200]!r}")
+            raise JudgementError(End.BROKEN, f"something came after [DONE]: {data[:200]!r}")
         if data == b"[DONE]":
             done = True
             continue
@@ -216,7 +216,7 @@ async def _judge_stream(response: aiohttp.ClientResponse, task: Task, clock: _Cl
         judge_piece(task, event, last)
         last = event
     if last is None or not done:
-        raise _JudgementError(End.BROKEN, "the stream ended without [DONE] and without an error")
+        raise JudgementError(End.BROKEN, "the stream ended without [DONE] and without an error")
     judge_whole(task, last, rid)
 
 
@@ -224,16 +224,16 @@ def judge_piece(task: Task, event: dict[str, Any], before: dict[str, Any] | None
     """An event of a stream has all tokens so far, and more of them than the one before."""
     ids = tuple(event["output_ids"])
     if ids != task.answer[: len(ids)] or not task.text.startswith(event["text"].rstrip("\ufffd")):
-        raise _JudgementError(End.WRONG, _difference(task, ids))
+        raise JudgementError(End.WRONG, _difference(task, ids))
     if before is not None and len(ids) <= len(before["output_ids"]):
-        raise _JudgementError(End.WRONG, f"an event of {len(ids)} tokens after one of {len(before['output_ids'])}")
+        raise JudgementError(End.WRONG, f"an event of {len(ids)} tokens after one of {len(before['output_ids'])}")
 
 
 def judge_whole(task: Task, answer: dict[str, Any], rid: str) -> None:
     """Raises for anything that differs from the undisturbed answer."""
     meta, ids = answer["meta_info"], tuple(answer["output_ids"])
     if ids != task.answer:
-        raise _JudgementError(End.WRONG, _difference(task, ids))
+        raise JudgementError(End.WRONG, _difference(task, ids))
     expected = {
         "text": task.text,
         "id": rid,
@@ -244,7 +244,7 @@ def judge_whole(task: Task, answer: dict[str, Any], rid: str) -> None:
     found = {name: answer["text"] if name == "text" else meta[name] for name in expected}
     wrong = [name for name in expected if expected[name] != found[name]]
     if wrong:
-        raise _JudgementError(End.WRONG, f"{wrong[0]} is {found[wrong[0]]!r}, not {expected[wrong[0]]!r}")
+        raise JudgementError(End.WRONG, f"{wrong[0]} is {found[wrong[0]]!r}, not {expected[wrong[0]]!r}")
 
 
 def _difference(task: Task, ids: tuple[int, ...]) -> str:
@@ -263,7 +263,7 @@ def _typed_error(body: bytes, status: int | None) -> Exception:
         error = json.loads(body)["error"]
         code, _ = str(error["code"]), (error["message"], error["type"], bool(error["retryable"]))
     except (ValueError, KeyError, TypeError):
-        return _JudgementError(End.BROKEN, f"status {status} without a typed error: {shown}")
+        return JudgementError(End.BROKEN, f"status {status} without a typed error: {shown}")
     if code in _FAULT_CODES or (error["type"] == "invalid_request_error") or error["type"] == "config_error":
-        return _JudgementError(End.BROKEN, f"status {status}, not an error that a fault may cause: {shown}")
+        return JudgementError(End.BROKEN, f"status {status}, not an error that a fault may cause: {shown}")
     return _TypedError(code, f"status {status}: {shown}")

@@ -152,6 +152,7 @@ class _Run:
         counts = checks.completions(fleet.nodes[name] for name in DECODE)
         report.check("no request computed twice to its end", checks.computed_twice(counts, report.outcomes))
         report.check("every process ended as expected", fleet.surprises)
+        report.check("no leak and no traceback in the logs", checks.logged_faults(fleet.members))
         report.check("no process left", fleet.left_over)
         report.lives = {member.name: member.lives for member in fleet.members}
         report.seconds = time.monotonic() - self._begin_s
