@@ -24,10 +24,13 @@ def report_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def chaos(folder: Path, *arguments: str, limit_s: float) -> tuple[int, str]:
+def arguments(folder: Path, *more: str) -> tuple[str, ...]:
+    return (*BASE, *more, "--report", str(folder / "report.json"), "--logs", str(folder / "logs"))
+
+
+def chaos(folder: Path, *more: str, limit_s: float) -> tuple[int, str]:
     """Exit status and output of a run to its end."""
-    options = (*BASE, *arguments, "--report", str(folder / "report.json"), "--logs", str(folder / "logs"))
-    with running("chaos", options, "", folder) as server:
+    with running("chaos", arguments(folder, *more), "", folder) as server:
         status = server.process.wait(limit_s)
         return status, server.text()
 
@@ -52,9 +55,8 @@ def test_long_runs(tmp_path: Path, transport: str, seconds: str) -> None:
 @pytest.mark.timeout(300)
 def test_wrong_answers_and_a_room_that_stays_are_found(tmp_path: Path) -> None:
     """Without digests what arrives wrong is used. The room: a prefill leg that no decode node comes for."""
-    options = ("--seconds", "12", "--seed", "4", "--verify", "off", "--fault", "corrupt", "--settle-timeout", "2")
-    arguments = (*BASE, *options, "--report", str(tmp_path / "report.json"))
-    with running("chaos", arguments, "", tmp_path) as server:
+    options = ("--seconds", "9", "--seed", "4", "--verify", "off", "--fault", "corrupt", "--settle-timeout", "2")
+    with running("chaos", arguments(tmp_path, *options), "", tmp_path) as server:
         with leaking_room(server):
             status = server.process.wait(280)
         output = server.text()
