@@ -39,7 +39,7 @@ def mcnemar_exact(only_first: int, only_second: int) -> float:
     """
     pairs = only_first + only_second
     tail = sum(math.comb(pairs, k) for k in range(min(only_first, only_second) + 1))
-    return min(1.0, 2 * tail / 2**pairs)
+    return min(1.0, tail / (1 << pairs) * 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
+from cli.gate.commands import gate
 from cli.lifeline import die_with_parent
 from cli.settings import BUNDLED_MODEL, LOG_LEVELS, node_config, node_options
 from common.config import Role, RouterConfig, WorkerAddress, check_node_config
@@ -68,6 +69,7 @@ def _node_command(role: Role, about: str) -> None:
 _node_command(Role.PREFILL, "A prefill node: computes prompts and writes their state into decode nodes.")
 _node_command(Role.DECODE, "A decode node: takes the state of prompts and makes the answers.")
 _node_command(Role.UNIFIED, "A node that does both: the reference for everything else.")
+tandem.add_command(gate)
 
 
 def _bootstrap_port(value: str) -> int:
