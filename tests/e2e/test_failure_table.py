@@ -10,24 +10,20 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from common.config import EngineConfig, Role
+from common.config import EngineConfig
 from common.handoff import RoomAddress
-from decode_node.rank import DecodeRole
 from node.messages import Abort, Submit
-from node.rank import Waker
 from prefill_node.rank import PrefillRole
 from tests.support import failure_table
-from tests.support.held import HeldTransport
-from tests.support.ranks import Outcome, Ranks, Request, bootstrap, node_config
+from tests.support.held import HeldTransport, held_ranks
+from tests.support.ranks import Outcome, Ranks, Request
 from transfer.lease import LeaseState
 from transfer.room import RoomState
-from transfer.transport import open_transport
 
 HERE = ("client gone", "abort by rid", "transport error", "time-out", "digest mismatch", "out of slots")
 ELSEWHERE = {("decode", "running", "time-out"): "tests/node/test_front.py: the front watches its rank"}
@@ -90,39 +86,26 @@ class Case:
         return self.ranks.decode.transfer.stats()["leases"]
 
 
-@contextmanager
-def held_ranks(**timeouts: float) -> Iterator[Ranks]:
-    small = EngineConfig(max_total_tokens=16384, max_state_slots=PREFILL_SLOTS, max_running_requests=20)
-    large = EngineConfig(max_total_tokens=32768, max_state_slots=24, max_running_requests=DECODE_PLACES)
-    prefill = PrefillRole(node_config(Role.PREFILL, engine=small, **timeouts), 0, HeldTransport(), Waker())
-    try:
-        config = node_config(Role.DECODE, engine=large, **timeouts)
-        decode = DecodeRole(config, 0, open_transport(config.transfer), Waker())
-        try:
-            with bootstrap(prefill) as port:
-                yield Ranks([prefill, decode], port)
-        finally:
-            decode.close()
-    finally:
-        prefill.close()
+SMALL = EngineConfig(max_total_tokens=16384, max_state_slots=PREFILL_SLOTS, max_running_requests=20)
+LARGE = EngineConfig(max_total_tokens=32768, max_state_slots=24, max_running_requests=DECODE_PLACES)
 
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[Ranks]:
-    with held_ranks() as ranks:
+    with held_ranks(SMALL, LARGE) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Ranks]:
     limits = {"bootstrap_timeout_s": BOOTSTRAP_S, "transfer_timeout_s": TRANSFER_S}
-    with held_ranks(first_token_timeout_s=FIRST_TOKEN_S, **limits) as ranks:
+    with held_ranks(SMALL, LARGE, first_token_timeout_s=FIRST_TOKEN_S, **limits) as ranks:
         yield ranks
 
 
 @pytest.fixture
 def fresh() -> Iterator[Ranks]:
-    with held_ranks(transfer_timeout_s=2.0) as ranks:
+    with held_ranks(SMALL, LARGE, transfer_timeout_s=2.0) as ranks:
         yield ranks
 
 

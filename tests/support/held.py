@@ -1,13 +1,19 @@
-"""A loopback transport whose writes a test holds back, breaks or spoils."""
+"""A loopback transport whose writes a test holds back, breaks or spoils, and ranks with it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from common.config import EngineConfig, Role
 from common.errors import TransferError
+from decode_node.rank import DecodeRole
+from node.rank import Waker
+from prefill_node.rank import PrefillRole
+from tests.support.ranks import Ranks, bootstrap, node_config
 from transfer.loopback import LoopbackTransport
-from transfer.transport import Block
+from transfer.transport import Block, open_transport
 
 
 class HeldTransport(LoopbackTransport):
@@ -38,3 +44,19 @@ class HeldTransport(LoopbackTransport):
         if self.spoils_commit:
             return payload[:-1] + bytes([payload[-1] ^ 1])
         return None if self.loses_commit else payload
+
+
+@contextmanager
+def held_ranks(prefill_engine: EngineConfig, decode_engine: EngineConfig, **timeouts: float) -> Iterator[Ranks]:
+    """As `disaggregated_ranks`, with a `HeldTransport` on the prefill rank."""
+    prefill = PrefillRole(node_config(Role.PREFILL, engine=prefill_engine, **timeouts), 0, HeldTransport(), Waker())
+    try:
+        config = node_config(Role.DECODE, engine=decode_engine, **timeouts)
+        decode = DecodeRole(config, 0, open_transport(config.transfer), Waker())
+        try:
+            with bootstrap(prefill) as port:
+                yield Ranks([prefill, decode], port)
+        finally:
+            decode.close()
+    finally:
+        prefill.close()
