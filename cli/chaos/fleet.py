@@ -226,16 +226,22 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def wait_healthy(self, members: Sequence[Process], limit_s: float = _START_S) -> None:
-        """Raises WorkerError naming those that are not in time."""
+    async def wait_healthy(self, members: Sequence[Process]) -> None:
+        """Raises WorkerError when they are not in time."""
+        if not await self.all_healthy(members, _START_S):
+            names = ", ".join(member.name for member in members)
+            raise WorkerError(f"not all healthy after {_START_S:g} s: {names}; their logs: {self._folder}")
+
+    async def all_healthy(self, members: Sequence[Process], limit_s: float) -> bool:
+        """Wait until each has been healthy once. False when the time is over."""
         deadline = time.monotonic() + limit_s
         async with aiohttp.ClientSession(timeout=_HEALTH) as session:
             waiting = list(members)
             while waiting := [member for member in waiting if not await _is_healthy(session, member)]:
                 if time.monotonic() > deadline:
-                    names = ", ".join(member.name for member in waiting)
-                    raise WorkerError(f"not healthy after {limit_s:g} s: {names}; their logs: {self._folder}")
+                    return False
                 await asyncio.sleep(_POLL_S)
+        return True
 
     async def close(self) -> None:
         """The door first. Then nobody of the run may be left; who is, is noted and killed."""

@@ -87,6 +87,11 @@ def make_plan(seed: int, seconds: float, kinds: frozenset[Kind], liveness_s: flo
     return faults
 
 
+def twins_of(fault: Fault) -> tuple[str, ...]:
+    """The nodes that must serve while this fault lasts."""
+    return _twins(fault.node, fault.kind)
+
+
 def _deck(rng: random.Random, kinds: Sequence[Kind]) -> Iterator[Kind]:
     """Each kind once in random order, then again."""
     while kinds:
@@ -98,9 +103,14 @@ def _candidates(kind: Kind) -> tuple[str, ...]:
 
 
 def _is_free(node: str, kind: Kind, free_at: dict[str, float], now: float) -> bool:
+    return all(free_at[needed] <= now for needed in (node, *_twins(node, kind)))
+
+
+def _twins(node: str, kind: Kind) -> tuple[str, ...]:
     """Bytes that go wrong leave the node in service; anything else takes it out, so its twin must be there."""
-    twins = [node] if kind in (Kind.CORRUPT, Kind.DELAY) else [n for n in ROLE_OF if ROLE_OF[n] is ROLE_OF[node]]
-    return all(free_at[twin] <= now for twin in twins)
+    if kind in (Kind.CORRUPT, Kind.DELAY):
+        return ()
+    return tuple(other for other in ROLE_OF if ROLE_OF[other] is ROLE_OF[node] and other != node)
 
 
 def _recovery_s(kind: Kind) -> float:

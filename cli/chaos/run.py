@@ -25,7 +25,7 @@ from cli.chaos import checks
 from cli.chaos.fleet import Fleet, Process
 from cli.chaos.load import Load
 from cli.chaos.options import Options
-from cli.chaos.plan import DECODE, Fault, Kind, make_plan
+from cli.chaos.plan import DECODE, Fault, Kind, make_plan, twins_of
 from cli.chaos.report import Report
 from cli.chaos.tasks import make_tasks
 from common.config import ModelConfig, NodeConfig, Role, TransferConfig, check_node_config
@@ -135,9 +135,13 @@ class _Run:
         self._report.check("all free when the faults are over", await self._settled())
 
     async def _inflict(self, fault: Fault) -> None:
+        """A fault that takes its node out waits until the other one of the role serves, while the storm lasts."""
+        begin_s = time.monotonic()
         await asyncio.sleep(fault.at_s)
-        done = await _do(fault, self._fleet.nodes[fault.node])
-        self._report.done.append(f"{fault}{'' if done else ' (skipped: not there)'}")
+        twins = [self._fleet.nodes[name] for name in twins_of(fault)]
+        left_s = begin_s + self._options.seconds - time.monotonic()
+        done = await self._fleet.all_healthy(twins, left_s) and await _do(fault, self._fleet.nodes[fault.node])
+        self._report.done.append(f"{fault}{'' if done else ' (left out: the node or its twin was not there)'}")
 
     def _compare_memory(self) -> None:
         memory = self._report.memory
