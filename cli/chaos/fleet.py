@@ -228,17 +228,16 @@ class Fleet:
 
     async def wait_healthy(self, members: Sequence[Process]) -> None:
         """Raises WorkerError when they are not in time."""
-        if not await self.all_healthy(members, _START_S):
+        if not await self.all_healthy(members, time.monotonic() + _START_S):
             names = ", ".join(member.name for member in members)
             raise WorkerError(f"not all healthy after {_START_S:g} s: {names}; their logs: {self._folder}")
 
-    async def all_healthy(self, members: Sequence[Process], limit_s: float) -> bool:
-        """Wait until each has been healthy once. False when the time is over."""
-        deadline = time.monotonic() + limit_s
+    async def all_healthy(self, members: Sequence[Process], deadline_s: float) -> bool:
+        """Wait until each has been healthy once. False when the time (monotonic) is over."""
         async with aiohttp.ClientSession(timeout=_HEALTH) as session:
             waiting = list(members)
             while waiting := [member for member in waiting if not await _is_healthy(session, member)]:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline_s:
                     return False
                 await asyncio.sleep(_POLL_S)
         return True

@@ -81,6 +81,7 @@ class _Run:
     def __init__(self, report: Report, folder: Path) -> None:
         self._report, self._options = report, report.options
         self._fleet = Fleet(report.options, folder)
+        self._in_use = {name: asyncio.Lock() for name in self._fleet.nodes}
         self._begin_s = time.monotonic()
 
     def _say(self, line: str) -> None:
@@ -117,7 +118,8 @@ class _Run:
     async def _storm(self, load: Load) -> None:
         over = asyncio.Event()
         clients = asyncio.create_task(load.run(over))
-        faults = [asyncio.create_task(self._inflict(fault)) for fault in self._report.plan]
+        end_s = time.monotonic() + self._options.seconds
+        faults = [asyncio.create_task(self._inflict(fault, end_s)) for fault in self._report.plan]
         try:
             await asyncio.sleep(self._options.seconds)
             await asyncio.gather(*faults)
@@ -134,13 +136,15 @@ class _Run:
         self._report.check("most requests answered", checks.too_few_right(load.outcomes))
         self._report.check("all free when the faults are over", await self._settled())
 
-    async def _inflict(self, fault: Fault) -> None:
-        """A fault that takes its node out waits until the other one of the role serves, while the storm lasts."""
-        begin_s = time.monotonic()
+    async def _inflict(self, fault: Fault, end_s: float) -> None:
+        """A fault that takes its node out waits until the other one of the role serves, until the storm ends."""
         await asyncio.sleep(fault.at_s)
-        twins = [self._fleet.nodes[name] for name in twins_of(fault)]
-        left_s = begin_s + self._options.seconds - time.monotonic()
-        done = await self._fleet.all_healthy(twins, left_s) and await _do(fault, self._fleet.nodes[fault.node])
+        twins = twins_of(fault)
+        async with contextlib.AsyncExitStack() as held:
+            for name in sorted((fault.node, *twins)):
+                await held.enter_async_context(self._in_use[name])
+            serving = await self._fleet.all_healthy([self._fleet.nodes[name] for name in twins], end_s)
+            done = serving and await _do(fault, self._fleet.nodes[fault.node])
         self._report.done.append(f"{fault}{'' if done else ' (left out: the node or its twin was not there)'}")
 
     def _compare_memory(self) -> None:
