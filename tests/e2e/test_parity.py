@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
@@ -65,10 +66,11 @@ def batched(ranks_of: object, tasks: list[Request], size: int, budget: int, chec
 
 def compare(tasks: list[Request], budgets: list[int]) -> None:
     reference = alone(tasks)
+    after_step = partial(disaggregated_ranks, disable_layerwise_transfer=True)
     for size in (1, 16):
         for budget in budgets if size == 16 else [2048]:
-            for ranks_of in (unified_ranks, disaggregated_ranks):
-                is_pair = ranks_of is disaggregated_ranks
+            for ranks_of in (unified_ranks, disaggregated_ranks, *([after_step] if budget == budgets[0] else [])):
+                is_pair = ranks_of is not unified_ranks
                 for got, expected in zip(batched(ranks_of, tasks, size, budget, is_pair), reference, strict=True):
                     assert_equivalent(got, expected)
 
