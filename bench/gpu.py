@@ -159,7 +159,7 @@ def rates() -> Figures:
 
 
 TILINGS = [
-    Tiling(outputs=o, inputs=i, splits=s, warps=w, stages=n)
+    Tiling(outputs=o, inputs=i, splits=s, warps=w, stages=n, ahead=0)
     for o, i, s, w, n in (
         (16, 256, 1, 4, 4),
         (16, 512, 1, 4, 3),
@@ -291,10 +291,12 @@ def engine(bench: Bench, copy_tb_s: float, steps: int = 60) -> Figures:
             scheduler.step()
         for _ in range(8):
             scheduler.step()
-        begin = time.perf_counter()
+        marks = [time.perf_counter()]
         for _ in range(steps):
             scheduler.step()
-        wall_ms = (time.perf_counter() - begin) / steps * 1e3
+            marks.append(time.perf_counter())
+        walls = sorted((b - a) * 1e3 for a, b in itertools.pairwise(marks))
+        wall_ms = statistics.mean(walls)
         busy = device_share(scheduler.step, 10)
         for sequence in list(scheduler.running):
             scheduler.remove(sequence)
@@ -303,6 +305,7 @@ def engine(bench: Bench, copy_tb_s: float, steps: int = 60) -> Figures:
             scheduler.step()
         floor = bench.decode_floor_ms(batch, copy_tb_s)
         figures[str(batch)] = {"step_ms": wall_ms, "floor_ms": floor, "ratio": wall_ms / floor, **busy}
+        figures[str(batch)] |= {"median_ms": statistics.median(walls), "max_ms": walls[-1]}
     return figures
 
 

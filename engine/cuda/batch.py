@@ -91,10 +91,11 @@ def host_batch(rows: Sequence[Row], page_size: int) -> HostBatch:
 def decode_values(rows: Sequence[Row], size: int, page_size: int, target: Ints) -> int:
     """Write a pure decode step, padded to `size` rows, for `decode_views`. Returns how many values were written."""
     count, step = len(rows), _aligned(size)
-    width = max(-(-(row.start + 1) // page_size) for row in rows)
+    width = max((-(-(row.start + 1) // page_size) for row in rows), default=0)
     target[0] = width
     heads = target[_ALIGN : _ALIGN + 3 * step].reshape(3, step)
-    heads[:, :count] = np.array([(row.token_ids[0], row.start, row.slot) for row in rows], np.int32).T
+    if rows:
+        heads[:, :count] = np.array([(row.token_ids[0], row.start, row.slot) for row in rows], np.int32).T
     heads[0, count:], heads[1, count:], heads[2, count:] = 0, -1, 0
     end = _ALIGN + 3 * step + size * width
     _fill_table(rows, page_size, target[end - size * width : end].reshape(size, width))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.batch import CudaBatch, decode_capacity, decode_views
+from engine.cuda.batch import CudaBatch, decode_capacity, decode_values, decode_views
 from engine.cuda.model import CudaNemotronH
 from engine.kernels.tokens import keep_tokens
 
@@ -61,8 +62,7 @@ class DecodeGraphs:
         return sampled
 
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Sampled]:
-        self.inputs.fill_(-1)  # every row is padding
-        self.inputs[0] = 0
+        self.inputs.copy_(self._padding(size))
         batch = decode_views(self.inputs, size, self._begins, self._nothing)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -73,6 +73,12 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             sampled = self._run(batch)
         return graph, sampled
+
+    def _padding(self, size: int) -> Tensor:
+        """Inputs of a step in which every row is padding."""
+        values = np.zeros(len(self.inputs), np.int32)
+        decode_values([], size, 1, values)
+        return torch.from_numpy(values)
 
     def _run(self, batch: CudaBatch) -> Sampled:
         assert batch.decode is not None

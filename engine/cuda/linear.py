@@ -70,7 +70,7 @@ def tiling(outputs: int, inputs: int, itemsize: int, *, normed: bool) -> Tiling:
     splits = 1
     while not normed and blocks * splits < 400 and inputs >= 2 * splits * 4 * width:
         splits *= 2
-    return Tiling(outputs=64, inputs=width, splits=splits, warps=4, stages=4)
+    return Tiling(outputs=64, inputs=width, splits=splits, warps=4, stages=4, ahead=8)
 
 
 def workspace(device: torch.device | str, max_outputs: int, few_rows: int) -> Workspace:

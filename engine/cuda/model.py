@@ -21,7 +21,7 @@ from engine.kernels.conv import conv_prefill
 from engine.kernels.norm import gated_rms_norm
 from engine.kernels.rows import PackedRows
 from engine.kernels.scan import scan_prefill
-from engine.kernels.step import finish_step, scan_step
+from engine.kernels.step import conv_step, scan_step
 from engine.kernels.tokens import embed
 from engine.model_config import HybridConfig, LayerKind
 from engine.pools import StatePools
@@ -155,10 +155,7 @@ class MambaMixer:
     def _decode(self, rows: PackedRows, fused: Tensor) -> Tensor:
         gate, xbc, dt = self._split(fused)
         y = scan_step(
-            xbc,
-            self.conv_state,
-            self.conv_weight,
-            self.conv_bias,
+            conv_step(xbc, self.conv_state, rows, self.conv_weight, self.conv_bias),
             dt,
             self.dt_bias,
             self.config.time_step_limit,
@@ -168,8 +165,7 @@ class MambaMixer:
             rows,
             groups=self.config.n_groups,
         )
-        groups, eps = self.config.n_groups, self.config.layer_norm_epsilon
-        return finish_step(xbc, self.conv_state, y, gate, self.norm, rows, groups, eps)
+        return self._gated(y, gate)
 
     def _prefill(self, rows: PackedRows, fused: Tensor) -> Tensor:
         gate, xbc, dt = self._split(fused)
@@ -185,6 +181,9 @@ class MambaMixer:
             groups=self.config.n_groups,
             chunk=self.config.chunk_size,
         )
+        return self._gated(y, gate)
+
+    def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
         return gated_rms_norm(y, gate, self.norm, self.config.n_groups, self.config.layer_norm_epsilon)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:

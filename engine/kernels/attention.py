@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.common import MIN_DOT, dot, padded
+from engine.kernels.common import EARLY, MIN_DOT, dot, enter, padded
 from engine.kernels.rows import PackedRows
 
 _KEYS = 64
@@ -37,6 +37,7 @@ def write_kv(kv: Tensor, keys_values: Tensor, rows: PackedRows) -> None:
         heads * dim,
         BLOCK=padded(heads * dim),
         num_warps=4,
+        launch_pdl=EARLY,
     )
 
 
@@ -70,9 +71,18 @@ def attend_decode(query: Tensor, kv: Tensor, rows: PackedRows, *, splits: int) -
         KEYS=_KEYS,
         num_warps=4,
         num_stages=3,
+        launch_pdl=EARLY,
     )
     _combine_parts[(query_heads, rows.count)](
-        partial, out, rows.starts, dim, query_heads, SPLITS=splits, SPLITS_BLOCK=padded(splits), DIM=padded_dim
+        partial,
+        out,
+        rows.starts,
+        dim,
+        query_heads,
+        SPLITS=splits,
+        SPLITS_BLOCK=padded(splits),
+        DIM=padded_dim,
+        launch_pdl=EARLY,
     )
     return out
 
@@ -109,6 +119,7 @@ def attend_prefill(query: Tensor, kv: Tensor, rows: PackedRows) -> Tensor:
 
 @triton.jit
 def _write_kv(kv, half, keys_values, stride, begins, starts, table, width, page_size, channels, BLOCK: tl.constexpr):
+    enter()
     t, row = tl.program_id(0), tl.program_id(1)
     begin, start = tl.load(begins + row), tl.load(starts + row)
     count = tl.load(begins + row + 1) - begin
@@ -159,6 +170,7 @@ def _attend_part(
     DIM: tl.constexpr,
     KEYS: tl.constexpr,
 ):
+    enter()
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + row)
     if start < 0:
@@ -206,6 +218,7 @@ def _combine_parts(
     SPLITS_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
 ):
+    enter()
     head, row = tl.program_id(0), tl.program_id(1)
     if tl.load(starts + row) < 0:
         return

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton's interpreter multiplies the bits of bfloat16 as integers; there, operands are widened first, which is exact.
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+# Whether a kernel may be launched while the one before it still runs (programmatic dependent launch), and waits inside
+# for what that one writes. Such a kernel calls `enter` before it reads or writes anything but constants.
+EARLY = (
+    not triton.knobs.runtime.interpret and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+)
+_EARLY = tl.constexpr(EARLY)
 
 MIN_DOT = 16  # the least that each side of a `tl.dot` may have
 
@@ -14,6 +23,36 @@ MIN_DOT = 16  # the least that each side of a `tl.dot` may have
 def padded(count: int, least: int = 1) -> int:
     """The next power of two, at least `least`: what a block dimension may be."""
     return max(least, 1 << (count - 1).bit_length())
+
+
+@triton.jit
+def allow_next():
+    """The next kernel may be launched; it waits for this one by itself."""
+    if _EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous():
+    """From here on everything that earlier kernels wrote can be read."""
+    if _EARLY:
+        gdc_wait()
+
+
+@triton.jit
+def enter():
+    allow_next()
+    wait_for_previous()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask for the cache lines that these pointers lie in, and go on."""
+    if _EARLY:
+        address = tl.cast(pointers, tl.int64)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

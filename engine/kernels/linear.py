@@ -13,18 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.common import MIN_DOT, dot, padded
+from engine.kernels.common import EARLY, MIN_DOT, allow_next, dot, padded, prefetch, wait_for_previous
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut: outputs and inputs of a block, how many programs share the inputs, and launch options."""
+    """How a product is cut: outputs and inputs of a block, how many programs share the inputs, launch options,
+    and how many cache lines (128 bytes) of each weight row are asked for ahead of time."""
 
     outputs: int
     inputs: int
     splits: int
     warps: int
     stages: int
+    ahead: int
 
 
 class Workspace:
@@ -80,6 +82,8 @@ def project(
         EVEN=inputs % (tiling.inputs * tiling.splits) == 0,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        AHEAD=tiling.ahead,
+        launch_pdl=EARLY,
     )
     return out
 
@@ -105,7 +109,9 @@ def _project(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     EVEN: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
+    allow_next()
     block, split = tl.program_id(0), tl.program_id(1)
     o = block * OUTPUTS + tl.arange(0, OUTPUTS)
     t = tl.arange(0, ROWS)
@@ -113,6 +119,11 @@ def _project(
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     squares = tl.zeros((ROWS,), tl.float32)
     weights = weight + tl.minimum(o, outputs - 1)[:, None] * inputs
+    if AHEAD:
+        # The weight is constant: some of it comes into the cache while the kernel before this one still runs.
+        line = split * share + tl.arange(0, AHEAD) * (128 // (weight.dtype.element_ty.primitive_bitwidth // 8))
+        prefetch(weights + tl.minimum(line, inputs - 1)[None, :])
+    wait_for_previous()
     for low in range(split * share, tl.minimum(split * share + share, inputs), INPUTS):
         i = low + tl.arange(0, INPUTS)
         if EVEN:

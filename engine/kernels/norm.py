@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.common import padded, silu
+from engine.kernels.common import EARLY, enter, padded, silu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -18,7 +18,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, channels = x.shape
     out = torch.empty_like(x)
     block = padded(channels)
-    _rms_norm[(rows,)](x, weight, out, channels, eps, BLOCK=block, num_warps=min(16, max(1, block // 512)))
+    _rms_norm[(rows,)](
+        x, weight, out, channels, eps, BLOCK=block, num_warps=min(16, max(1, block // 512)), launch_pdl=EARLY
+    )
     return out
 
 
@@ -32,19 +34,30 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: fl
     share = channels // groups
     block = padded(share)
     _gated_rms_norm[(rows, groups)](
-        y, gate, gate.stride(0), weight, out, channels, share, eps, BLOCK=block, num_warps=min(8, max(1, block // 512))
+        y,
+        gate,
+        gate.stride(0),
+        weight,
+        out,
+        channels,
+        share,
+        eps,
+        BLOCK=block,
+        num_warps=min(8, max(1, block // 512)),
+        launch_pdl=EARLY,
     )
     return out
 
 
 def square_relu_(x: Tensor) -> Tensor:
     """relu(x)^2 in place; x contiguous, rounded to its dtype in between, as two torch calls would."""
-    _square_relu[(triton.cdiv(x.numel(), 4096),)](x, x.numel(), BLOCK=4096, num_warps=8)
+    _square_relu[(triton.cdiv(x.numel(), 4096),)](x, x.numel(), BLOCK=4096, num_warps=8, launch_pdl=EARLY)
     return x
 
 
 @triton.jit
 def _rms_norm(x, weight, out, channels, eps, BLOCK: tl.constexpr):
+    enter()
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     value = tl.load(x + row * channels + c, mask=c < channels, other=0.0).to(tl.float32)
@@ -55,6 +68,7 @@ def _rms_norm(x, weight, out, channels, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gated_rms_norm(y, gate, gate_stride, weight, out, channels, share, eps, BLOCK: tl.constexpr):
+    enter()
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     inside = tl.arange(0, BLOCK)
     c = group * share + inside
@@ -68,6 +82,7 @@ def _gated_rms_norm(y, gate, gate_stride, weight, out, channels, share, eps, BLO
 
 @triton.jit(do_not_specialize=["count"])
 def _square_relu(x, count, BLOCK: tl.constexpr):
+    enter()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.maximum(tl.load(x + i, mask=i < count, other=0.0).to(tl.float32), 0.0)
     tl.store(x + i, (value * value).to(x.dtype.element_ty), mask=i < count)

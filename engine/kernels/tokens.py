@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.common import padded
+from engine.kernels.common import EARLY, enter, padded
 from engine.kernels.rows import PackedRows
 
 _COPY = 4096
@@ -23,7 +23,16 @@ def embed(token_ids: Tensor, last_tokens: Tensor, rows: PackedRows, embeddings: 
     dim = embeddings.shape[1]
     out = torch.empty(token_ids.shape[0], dim, dtype=embeddings.dtype, device=embeddings.device)
     _embed[(token_ids.shape[0],)](
-        token_ids, last_tokens, rows.slots, rows.count, embeddings, out, dim, BLOCK=padded(dim), num_warps=4
+        token_ids,
+        last_tokens,
+        rows.slots,
+        rows.count,
+        embeddings,
+        out,
+        dim,
+        BLOCK=padded(dim),
+        num_warps=4,
+        launch_pdl=EARLY,
     )
     return out
 
@@ -48,6 +57,7 @@ def keep_tokens(
         count,
         PLACES=places is not None,
         BLOCK=padded(count),
+        launch_pdl=EARLY,
     )
     return report
 
@@ -61,6 +71,7 @@ def copy_slots(pools: tuple[Tensor, ...], pairs: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["count"])
 def _embed(token_ids, last_tokens, slots, count, embeddings, out, dim, BLOCK: tl.constexpr):
+    enter()
     t = tl.program_id(0)
     token = tl.load(token_ids + t)
     if (token < 0) & (t < count):
@@ -72,6 +83,7 @@ def _embed(token_ids, last_tokens, slots, count, embeddings, out, dim, BLOCK: tl
 
 @triton.jit(do_not_specialize=["count"])
 def _keep_tokens(best, tokens, slots, places, last_tokens, report, count, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+    enter()
     r = tl.arange(0, BLOCK)
     mask = r < count
     place = tl.load(places + r, mask=mask, other=0) if PLACES else r
