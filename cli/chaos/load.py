@@ -41,11 +41,13 @@ class End(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """code: of the typed error. begun_s: monotonic. seconds: all of it. silence_s: the longest time without a byte."""
+    """seconds: all of it. silence_s: the longest time without a byte. code: of the typed error. detail: for people.
+
+    aborted: its client asked for that.
+    """
 
     rid: str
     end: End
-    begun_s: float
     seconds: float
     silence_s: float
     code: str = ""
@@ -84,10 +86,12 @@ class _Clock:
     silence_s: float = 0.0
     heard_s: float = 0.0
 
-    def heard(self) -> None:
+    def heard(self) -> float:
+        """Seconds since the beginning."""
         now = time.monotonic()
         self.silence_s = max(self.silence_s, now - (self.heard_s or self.begun_s))
         self.heard_s = now
+        return now - self.begun_s
 
 
 class Load:
@@ -135,39 +139,41 @@ class Load:
         return Behaviour(stream=stream)
 
     async def _ask(self, rid: str, task: Task, behaviour: Behaviour) -> Outcome:
-        clock = _Clock()
-        aborting = asyncio.create_task(self._abort(rid, behaviour.abort_s)) if behaviour.abort_s is not None else None
-        end, code, detail = End.RIGHT, "", ""
-        try:
-            async with asyncio.timeout(behaviour.leave_s):
-                await self._answer(task.body(rid, stream=behaviour.stream), task, clock)
-        except _TypedError as error:
-            end, code, detail = End.ERROR, error.code, error.detail
-            if code in _END_CODES and aborting is None:
-                end, detail = End.BROKEN, f"ended by an abort that was not its own: {detail}"
-        except JudgementError as error:
-            end, detail = error.end, error.detail
-        except aiohttp.SocketTimeoutError:
-            end, detail = End.LATE, f"nothing heard for {self._options.silence_limit_s:g} s"
-        except TimeoutError:
-            end = End.LEFT
-        except (aiohttp.ClientError, ValueError) as error:
-            end, detail = End.BROKEN, f"{type(error).__name__}: {error}"
-        clock.heard()
-        if aborting is not None:
-            detail = await aborting or detail
-            end = End.BROKEN if detail.startswith("abort:") else end
-        seconds = time.monotonic() - clock.begun_s
+        clock, aborting = _Clock(), None
+        if behaviour.abort_s is not None:
+            aborting = asyncio.create_task(self._abort(rid, behaviour.abort_s))
+        end, code, detail = await self._end(rid, task, behaviour, clock)
+        seconds = clock.heard()
+        if aborting is not None and (wrong := await aborting):
+            end, detail = End.BROKEN, wrong
+        if code in _END_CODES and aborting is None:
+            end, detail = End.BROKEN, f"ended by an abort that was not its own: {detail}"
         return Outcome(
             rid=rid,
             end=end,
-            begun_s=clock.begun_s,
             seconds=seconds,
             silence_s=clock.silence_s,
             code=code,
             detail=detail,
             aborted=aborting is not None,
         )
+
+    async def _end(self, rid: str, task: Task, behaviour: Behaviour, clock: _Clock) -> tuple[End, str, str]:
+        """How it ends: what that is, the code of a typed error, and what there is to say about it."""
+        try:
+            async with asyncio.timeout(behaviour.leave_s):
+                await self._answer(task.body(rid, stream=behaviour.stream), task, clock)
+        except _TypedError as error:
+            return End.ERROR, error.code, error.detail
+        except JudgementError as error:
+            return error.end, "", error.detail
+        except aiohttp.SocketTimeoutError:
+            return End.LATE, "", f"nothing heard for {self._options.silence_limit_s:g} s"
+        except TimeoutError:
+            return End.LEFT, "", ""
+        except (aiohttp.ClientError, ValueError) as error:
+            return End.BROKEN, "", f"{type(error).__name__}: {error}"
+        return End.RIGHT, "", ""
 
     async def _abort(self, rid: str, after_s: float) -> str:
         """What is wrong with the answer to the abort, if anything is. A dead worker makes it a typed error."""

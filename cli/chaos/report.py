@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -52,7 +51,7 @@ class Report:
             "done": self.done,
             "answers": self._ends(),
             "errors": self._codes(),
-            "slowest_error_s": self._slowest(End.ERROR),
+            "slowest_error_s": self._slowest_error_s(),
             "longest_silence_s": max((o.silence_s for o in self.outcomes), default=0.0),
             "lives": self.lives,
             "memory": self.memory,
@@ -66,7 +65,7 @@ class Report:
         lines = [f"{sum(ends.values())} requests: " + ", ".join(f"{count} {end}" for end, count in ends.items())]
         lines += [f"typed errors: {', '.join(f'{code} {count}' for code, count in codes.items())}"] if codes else []
         silence = max((o.silence_s for o in self.outcomes), default=0.0)
-        lines.append(f"slowest error {self._slowest(End.ERROR):.1f} s, longest silence {silence:.1f} s")
+        lines.append(f"slowest error {self._slowest_error_s():.1f} s, longest silence {silence:.1f} s")
         lines.append("lives: " + ", ".join(f"{name} {count}" for name, count in self.lives.items()))
         lines.append("")
         for name, found in self.violations.items():
@@ -81,11 +80,5 @@ class Report:
     def _codes(self) -> dict[str, int]:
         return dict(Counter(o.code for o in self.outcomes if o.end is End.ERROR).most_common())
 
-    def _slowest(self, end: End) -> float:
-        return max((o.seconds for o in self.outcomes if o.end is end), default=0.0)
-
-
-def summary(report: Report) -> dict[str, Any]:
-    """The JSON report as an object."""
-    found: dict[str, Any] = msgspec.json.decode(report.to_json())
-    return found
+    def _slowest_error_s(self) -> float:
+        return max((o.seconds for o in self.outcomes if o.end is End.ERROR), default=0.0)

@@ -185,4 +185,4 @@ class TestChecks:
 
 
 def outcome(rid: str, end: End = End.RIGHT) -> Outcome:
-    return Outcome(rid=rid, end=end, begun_s=0.0, seconds=1.0, silence_s=1.0)
+    return Outcome(rid=rid, end=end, seconds=1.0, silence_s=1.0)
