@@ -26,12 +26,16 @@ _PACE_BYTES = 1 << 18
 
 
 class _Range(NamedTuple):
-    """`nbytes` from `address` in the owner's address space; `local` is where the same bytes are mapped here."""
+    """`nbytes` from `address` in the owner's address space; `local` is where the same bytes are mapped here.
+
+    memory: a peer's mapping, which stays for as long as somebody holds the range.
+    """
 
     fd: int
     address: int
     nbytes: int
     local: int
+    memory: mmap.mmap | None = None
 
 
 class _FaultSource:
@@ -70,7 +74,6 @@ class LoopbackTransport:
         self._buffers: list[mmap.mmap] = []
         self._own: list[_Range] = []
         self._peers: dict[str, tuple[_Range, ...]] = {}
-        self._mapped: list[mmap.mmap] = []
 
     @property
     def session(self) -> str:
@@ -147,11 +150,12 @@ class LoopbackTransport:
             for owned in self._own:
                 if owned.fd >= 0:
                     os.close(owned.fd)
-            self._own, self._buffers, self._peers, self._mapped = [], [], {}, []
+            self._own, self._buffers, self._peers = [], [], {}
 
     def _reach(self, session: str) -> tuple[_Range, ...]:
         with self._lock:
             if session not in self._peers:
+                self._peers = {known: ranges for known, ranges in self._peers.items() if _lives(known)}
                 self._peers[session] = self._map(session)
             return self._peers[session]
 
@@ -179,8 +183,7 @@ class LoopbackTransport:
             mapped = mmap.mmap(opened, nbytes)
         finally:
             os.close(opened)
-        self._mapped.append(mapped)
-        return _Range(fd, address, nbytes, _address(mapped))
+        return _Range(fd, address, nbytes, _address(mapped), mapped)
 
 
 class _Pace:
@@ -220,6 +223,15 @@ def _address(buffer: mmap.mmap) -> int:
 def _flip(address: int) -> None:
     byte = ctypes.c_ubyte.from_address(address)
     byte.value ^= 1
+
+
+def _lives(session: str) -> bool:
+    """Whether the process is still there: the memory of a dead one stays in use for as long as it is mapped."""
+    _, pid, start, _ = session.split(":")
+    try:
+        return _start_time(int(pid)) == start
+    except OSError:
+        return False
 
 
 def _start_time(pid: int) -> str:

@@ -1,8 +1,10 @@
-"""Faults that are switched while the process runs."""
+"""The loopback transport: faults that are switched while the process runs, and peers that come and go."""
 
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,6 +12,7 @@ import pytest
 
 from common.config import LoopbackFaults
 from common.errors import TransferError
+from tests.support.stack import REPO
 from transfer.loopback import LoopbackTransport
 from transfer.transport import Block
 
@@ -58,3 +61,31 @@ def test_a_file_that_makes_no_sense_fails_the_write(tmp_path: Path, content: byt
     with pytest.raises(TransferError) as failure:
         Link(LoopbackFaults(file=str(tmp_path / "faults"))).write()
     assert failure.value.code == "bad_faults"
+
+
+_PEER = """
+import sys
+from tests.support.stack import REPO
+from transfer.loopback import LoopbackTransport
+transport = LoopbackTransport()
+memory = transport.host_buffer(1 << 20)
+print(transport.session, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_memory_of_a_dead_peer_is_let_go() -> None:
+    """It is when the next peer comes. A mapping that stays would keep it in use."""
+    transport = LoopbackTransport()
+    source = ctypes.create_string_buffer(b"x", 8)
+    for _ in range(3):
+        with subprocess.Popen(
+            [sys.executable, "-c", _PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO
+        ) as peer:
+            assert peer.stdout is not None
+            session = peer.stdout.readline().strip()
+            address = int(session.split(":")[3].split("+")[1])
+            transport.write(session, [Block(ctypes.addressof(source), address, 8, "kv")])
+    maps = Path("/proc/self/maps").read_text()
+    assert maps.count("tandem-state (deleted)") == 1
+    transport.close()
