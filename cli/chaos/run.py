@@ -4,7 +4,7 @@
                                           └ memory before    memory calm ┘           └ memory after
 
 A sweep asks every task once and must be answered rightly throughout. Memory is compared by place in the stack (router,
-front and rank of each node), in whatever life its process is: before the faults, each has done two sweeps.
+front and rank of each node), in whatever life its process is: before the faults, each has done three sweeps.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Run:
             self._say(f"{len(tasks)} tasks with their right answers")
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
                 load = Load(session, fleet.router.url, tasks, self._options)
-                await load.sweep("warm-up")
+                await asyncio.gather(load.sweep("warm-up-1"), load.sweep("warm-up-2"))
                 await self._sweep(load, "before")
                 await self._storm(load)
                 await self._sweep(load, "after")

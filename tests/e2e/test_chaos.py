@@ -37,7 +37,7 @@ def chaos(folder: Path, *more: str, limit_s: float) -> tuple[int, str]:
 
 @pytest.mark.timeout(400)
 def test_two_minutes_of_faults(tmp_path: Path) -> None:
-    status, output = chaos(tmp_path, "--seconds", "75", "--seed", "4", limit_s=380)
+    status, output = chaos(tmp_path, "--seconds", "70", "--seed", "4", limit_s=380)
     assert status == 0, output
     report = report_of(tmp_path)
     assert report["answers"]["right"] > 100 and report["errors"], "nothing was served, or nothing was disturbed"
