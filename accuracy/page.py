@@ -29,11 +29,11 @@ h3 { font-size: 15px; margin: 14px 0 4px; }
 .invalid, .drift { background: #fff7e0; border-color: #c69026; }
 .drift { border: 1px solid #c69026; border-radius: 8px; padding: 8px 14px; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 5px 9px; border-bottom: 1px solid #e3e6ea; white-space: nowrap; }
+th, td { text-align: right; padding: 5px 7px; font-size: 14px; border-bottom: 1px solid #e3e6ea; white-space: nowrap; }
 th { color: #57606a; font-weight: 600; } th:first-child, td:first-child { text-align: left; }
 tr.worst td { font-weight: 600; background: #f6f8fa; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr)); gap: 18px; }
-figure { margin: 0; border: 1px solid #e3e6ea; border-radius: 8px; padding: 10px; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(430px, 100%), 1fr)); gap: 18px; }
+figure { margin: 0; border: 1px solid #e3e6ea; border-radius: 8px; padding: 10px; max-width: 720px; }
 figcaption { color: #57606a; font-size: 13px; margin-bottom: 4px; } svg { width: 100%; height: auto; display: block; }
 svg text { font: 12px system-ui, sans-serif; }
 .key span { margin-right: 16px; } .key i { display: inline-block; width: 10px; height: 10px; border-radius: 5px;
@@ -85,8 +85,8 @@ def _head(report: Report) -> str:
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 _COLUMNS = (
-    "run", "accuracy", "95 % (unseen questions)", "without leaked", "right", "wrong", "cut", "no number",
-    "failed", "not asked", "cached", "median s", "99 % s",
+    "run", "accuracy", "95 %", "w/o leaked", "right", "wrong", "cut", "no number",
+    "no answer", "cached", "median s", "99 % s",
 )  # fmt: skip
 
 
@@ -137,8 +137,7 @@ def _row(run: RunSummary, worst: RunSummary) -> str:
         run.wrong,
         run.cut,
         run.no_number,
-        run.failed,
-        run.unasked,
+        run.missing,
         "?" if run.cached_share is None else f"{run.cached_share:.0%}",
         f"{quantile(run.latencies_s, 0.5):.2f}",
         f"{quantile(run.latencies_s, 0.99):.2f}",

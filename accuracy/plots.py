@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 640, 260
-LEFT, RIGHT, TOP, BOTTOM = 52, 16, 16, 44
+WIDTH, HEIGHT = 640, 250
+LEFT, RIGHT, TOP, BOTTOM = 52, 16, 16, 36
 COLOURS = {"cold": "#1f6feb", "warm": "#d9730d", "baseline": "#8a8f98", "bar": "#c93c37", "night": "#1f6feb"}
 
 Scale = Callable[[float], float]
@@ -67,7 +67,7 @@ def intervals(points: Sequence[Point], threshold: float | None, label: str) -> s
             canvas.line(x - 5, y(end), x + 5, y(end), colour, 'stroke-width="2"')
         canvas.dot(x, y(point.value), colour, f"{point.label}: {point.value:.4f} ({point.low:.4f} to {point.high:.4f})")
         if i % every == 0:
-            canvas.text(x, HEIGHT - BOTTOM + 18, point.label)
+            canvas.text(x, HEIGHT - BOTTOM + 17, point.label)
     return canvas.svg(label)
 
 
@@ -85,14 +85,14 @@ def sums(values: Sequence[float], labels: Sequence[str], limit: float, label: st
             canvas.line(_place(i - 1, len(values)), y(values[i - 1]), x, y(value), colour, 'stroke-width="2"')
         canvas.dot(x, y(value), colour, f"{labels[i]}: {value:.2f}")
         if i % every == 0:
-            canvas.text(x, HEIGHT - BOTTOM + 18, labels[i])
+            canvas.text(x, HEIGHT - BOTTOM + 17, labels[i])
     return canvas.svg(label)
 
 
 def histogram(values: Sequence[float], longest: float, colour: str, label: str) -> str:
-    """Of seconds, in 30 equal bins from 0 to `longest`, which makes several of them comparable."""
+    """Of seconds, in 30 equal bins from 0 to `longest` at least, which makes several of them comparable."""
     canvas, bins = _Canvas([]), 30
-    width = max(longest, 1e-6) / bins
+    width = _round_up(max(longest, 1e-6) / bins)
     counts = [0] * bins
     for value in values:
         counts[min(bins - 1, int(value / width))] += 1
@@ -103,8 +103,8 @@ def histogram(values: Sequence[float], longest: float, colour: str, label: str) 
             title = f"{i * width:.3g} to {(i + 1) * width:.3g} s: {count}"
             canvas.bar(LEFT + i * step + 1, y(count), step - 2, y(0) - y(count), COLOURS[colour], title)
     for i in range(0, bins + 1, 6):
-        canvas.text(LEFT + i * step, HEIGHT - BOTTOM + 18, f"{i * width:.3g}")
-    canvas.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "seconds")
+        canvas.text(LEFT + i * step, HEIGHT - BOTTOM + 17, f"{i * width:.3g}")
+    canvas.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 3, "seconds")
     return canvas.svg(label)
 
 
@@ -137,8 +137,12 @@ def _axis(canvas: _Canvas, low: float, high: float, steps: int, shown: Callable[
 
 def _ticks(low: float, high: float, steps: int) -> list[float]:
     """Round numbers from low to high, about `steps` of them."""
-    rough = (high - low) / steps
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(unit * f for f in (1, 2, 2.5, 5, 10) if unit * f >= rough * 0.999)
+    step = _round_up((high - low) / steps)
     first = math.ceil(low / step - 1e-9)
     return [k * step for k in range(first, int(high / step + 1e-9) + 1)]
+
+
+def _round_up(value: float) -> float:
+    """To 1, 2, 2.5 or 5 times a power of ten."""
+    unit = 10.0 ** math.floor(math.log10(value))
+    return next(unit * f for f in (1, 2, 2.5, 5, 10) if unit * f >= value * 0.999)
