@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from accuracy.gsm_mini import Problem
-from cli.up import Options, curl_line, free_port, free_ports, report
+from cli.up import Options, curl_line, free_port, free_ports, plan_children, report
 from tests.cli.fake_node import ANSWER
 
 FAKE_UP = Path(__file__).with_name("fake_up.py")
@@ -157,6 +157,23 @@ def test_a_port_that_is_taken_is_found_before_anything_starts() -> None:
     assert done.stderr.startswith(f"tandem: error: --port {port}: in use on 127.0.0.1; ")
     assert "make serve PORT=" in done.stderr
     assert done.stderr.count("\n") == done.stderr.count("127.0.0.1") == 1
+
+
+def test_ctrl_c_drains_nothing() -> None:
+    """Who sits at the terminal does not wait for answers: nodes and router end what runs at once."""
+    options = Options(
+        host="127.0.0.1",
+        port=1,
+        model_path="m",
+        transport="loopback",
+        threads=None,
+        start_timeout=1.0,
+        log_level="info",
+        once=False,
+    )
+    for plan in plan_children(options):
+        at = plan.command.index("--drain-timeout")
+        assert plan.command[at + 1] == "0", plan.name
 
 
 def test_port_0_is_any_free_one() -> None:
