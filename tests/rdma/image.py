@@ -53,10 +53,12 @@ def image() -> Path:
     """The folder of the image, made first if there is none. Raises RuntimeError, saying what to install or run."""
     folder = CACHE / _digest()
     _need_tools()
+    if folder.exists():
+        return folder
+    _check_root()
     CACHE.mkdir(parents=True, exist_ok=True)
     with _alone():
         if not folder.exists():
-            _check_root()
             for old in CACHE.iterdir():
                 if old.is_dir():
                     shutil.rmtree(old)
