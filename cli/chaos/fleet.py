@@ -35,6 +35,7 @@ _STOP_S = 30.0
 _POLL_S = 0.2
 _AGAIN_S = 0.5
 _HEALTH = aiohttp.ClientTimeout(total=2.0)
+_LINK_BYTES_S = "1e8"  # of the loopback transport when nothing else is asked of it: a hand-off then takes a while
 # So small that the first sweep touches all of it, and that saved states are evicted.
 _POOLS = ("--max-total-tokens", "6144", "--max-mamba-cache-size", "24", "--max-running-requests", "8")
 
@@ -195,7 +196,7 @@ class Fleet:
         if role is not Role.UNIFIED:
             handoff += ["--transport", options.transport, "--verify", options.verify]
         if options.transport is TransportName.LOOPBACK and role is not Role.UNIFIED:
-            handoff += ["--fault-file", str(self._folder / f"{name}.faults")]
+            handoff += ["--fault-file", str(self._folder / f"{name}.faults"), "--fault-bandwidth", _LINK_BYTES_S]
         liveness = str(options.liveness_s)
         times = ("--liveness-timeout", liveness, "--bootstrap-timeout", "10", "--transfer-timeout", "5")
         waits = ("--first-token-timeout", "20", "--drain-timeout", f"{_DRAIN_S:g}", "--log-level", "debug")

@@ -17,7 +17,7 @@ import aiohttp
 
 from common.errors import WorkerError
 
-LENGTHS = (1, 2, 4, 15, 16, 17, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 320, 511, 512, 513, 700)
+LENGTHS = (1, 2, 4, 15, 16, 17, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 320, 511, 512, 513, 700, 1500)
 SHARED_LENGTH, SHARED = 257, (1, 3, 17, 64, 130)
 TURNS, CONVERSATIONS = 4, 3
 SMALLEST_GAP = 1e-3
