@@ -169,6 +169,14 @@ NODE_SETTINGS = (
     Setting("transfer", "verify", ("--verify",), Verify, "How decode checks what arrived", _PAIR),
     Setting(
         "transfer",
+        "ssm_wire_dtype",
+        ("--ssm-wire-dtype",),
+        DType,
+        "What SSM states cross as; what they are by default. bfloat16 halves them and loses bits",
+        _PAIR,
+    ),
+    Setting(
+        "transfer",
         "disable_layerwise_transfer",
         ("--disable-layerwise-transfer",),
         bool,
@@ -193,6 +201,7 @@ NODE_SETTINGS = (
     Setting("faults", "every", ("--fault-every",), int, "Tests: only in every n-th room", roles=()),
     Setting("faults", "delay_s", ("--fault-delay",), float, "Tests: seconds before each write", roles=()),
     Setting("faults", "bandwidth_bytes_s", ("--fault-bandwidth",), float, "Tests: bytes a second", roles=()),
+    Setting("faults", "engine", ("--fault-engine",), str, "Tests: a fault of the engine, by name", roles=()),
     Setting("faults", "file", ("--fault-file",), str, "Tests: JSON of these, in force while it is there", roles=()),
 )
 

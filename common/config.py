@@ -78,7 +78,7 @@ class LoopbackFaults(msgspec.Struct, frozen=True, kw_only=True):
     flip: flip one byte of this part of every `every`-th room. zero: write zeros in place of this part.
     drop: do not write this part. fail: writing this part (not metadata) fails. delay_s: added before each write.
     bandwidth_bytes_s: pace of the link, 0 = unlimited. file: JSON of these settings, which hold in place of the others
-    for as long as it is there; looked at before each write.
+    for as long as it is there; looked at before each write. engine: a fault of the engine itself (`engine/faults.py`).
     """
 
     flip: str | None = None
@@ -89,6 +89,7 @@ class LoopbackFaults(msgspec.Struct, frozen=True, kw_only=True):
     delay_s: float = 0.0
     bandwidth_bytes_s: float = 0.0
     file: str | None = None
+    engine: str | None = None
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +97,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host: the address that peers reach this rank at (never 0.0.0.0). cluster_key_file: a shared secret; without one only
     loopback peers are accepted. disable_layerwise_transfer: send what a step completes when the whole step is done.
+    ssm_wire_dtype: what SSM states cross as, None: what they are.
     """
 
     transport: TransportName = TransportName.MOONCAKE
@@ -104,6 +106,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     verify: Verify = Verify.DIGEST
     disable_layerwise_transfer: bool = False
+    ssm_wire_dtype: DType | None = None
     cluster_key_file: str | None = None
     bootstrap_timeout_s: float = 30.0
     transfer_timeout_s: float = 30.0
@@ -202,6 +205,11 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
     if transfer.transport is TransportName.LOOPBACK and transfer.protocol is not Protocol.TCP:
         raise ConfigError(
             f"--transfer-protocol {transfer.protocol.value}: only with --transport mooncake", param="transfer_protocol"
+        )
+    if transfer.ssm_wire_dtype is DType.FLOAT32 and config.model.ssm_dtype is DType.BFLOAT16:
+        raise ConfigError(
+            "--ssm-wire-dtype float32: the SSM state is bfloat16 (--mamba-ssm-dtype), which can only cross as it is",
+            param="ssm_wire_dtype",
         )
     if transfer.device and transfer.protocol is not Protocol.RDMA:
         raise ConfigError(

@@ -15,6 +15,7 @@ import xxhash
 
 from common.config import Verify
 from common.layout import PoolLayout, PoolPlacement, StateKind, StateLayout
+from transfer.narrow import is_narrowed, landing, widen
 from transfer.plan import KV, TRACK
 
 METADATA = "metadata"
@@ -24,21 +25,26 @@ Stretch = tuple[int, int]
 
 
 class StateReader:
-    """Reads pool items of this process where they lie, without copying. The memory must be host memory."""
+    """Reads pool items of this process where they lie, without copying. The memory must be host memory.
 
-    def __init__(self, layout: StateLayout, placements: Sequence[PoolPlacement]) -> None:
+    wire: the dtype that SSM states cross in; empty: the pools'.
+    """
+
+    def __init__(self, layout: StateLayout, placements: Sequence[PoolPlacement], wire: str = "") -> None:
         self.pools = [
-            _PoolReader(pool, place) for pool, place in zip(layout.pools, placements, strict=True) if place.count
+            PoolReader(pool, place, is_narrowed(pool, wire))
+            for pool, place in zip(layout.pools, placements, strict=True)
+            if place.count
         ]
 
-    def of(self, *kinds: StateKind) -> list[_PoolReader]:
+    def of(self, *kinds: StateKind) -> list[PoolReader]:
         return [pool for pool in self.pools if pool.kind in kinds]
 
 
-class _PoolReader:
-    def __init__(self, pool: PoolLayout, place: PoolPlacement) -> None:
+class PoolReader:
+    def __init__(self, pool: PoolLayout, place: PoolPlacement, narrowed: bool) -> None:
         extent = (place.count - 1) * place.stride_bytes + pool.item_bytes
-        self.kind, self.layer = pool.kind, pool.layer
+        self.kind, self.layer, self.narrowed = pool.kind, pool.layer, narrowed
         self._view = memoryview((ctypes.c_ubyte * extent).from_address(place.base)).cast("B")
         self._stride, self._item = place.stride_bytes, pool.item_bytes
 
@@ -79,7 +85,7 @@ class StateDigests:
     def __init__(self, reader: StateReader, verify: Verify) -> None:
         self._reader, self._verify = reader, verify
         self._pages = {pool: _Hash(verify) for pool in reader.of(StateKind.KV)}
-        self._slots: dict[tuple[str, _PoolReader], bytes] = {}
+        self._slots: dict[tuple[str, PoolReader], bytes] = {}
 
     def pages(self, layers: Container[int], pages: Sequence[int]) -> None:
         stretches = list(_stretches(pages))
@@ -88,12 +94,16 @@ class StateDigests:
                 for span in pool.spans(stretches):
                     running.update(span)
 
-    def slot(self, layers: Container[int], slot: int, *, track: bool) -> None:
-        """Take the conv and SSM state in `slot`, a track slot or the final one."""
+    def slot(self, layers: Container[int], slot: int, *, track: bool, narrowed: memoryview | None = None) -> None:
+        """Take the conv and SSM state in `slot`, a track slot or the final one.
+
+        narrowed: the SSM state of the one layer as it crosses, where it is not the pool's.
+        """
         for pool in self._reader.of(StateKind.CONV, StateKind.SSM):
             if pool.layer in layers:
                 part = TRACK if track else pool.kind.value
-                self._slots[part, pool] = _digest(pool.item(slot), self._verify)
+                data = narrowed if pool.narrowed and narrowed is not None else pool.item(slot)
+                self._slots[part, pool] = _digest(data, self._verify)
 
     def digests(self) -> dict[str, bytes]:
         """By part, of what was taken."""
@@ -106,7 +116,8 @@ class StateDigests:
 
 
 class Incoming:
-    """The receiver's digests of one request, taken of each piece of each layer when it is announced.
+    """The receiver's digests of one request, taken of each piece of each layer when it is announced. With digests or
+    without, a narrowed SSM state is widened then.
 
     first: the first prompt page that crosses the wire.
     """
@@ -121,28 +132,40 @@ class Incoming:
         track_slot: int | None,
     ) -> None:
         self._verify, self._pages = verify, pages
-        self._digests = StateDigests(reader, verify)
+        self._digests = StateDigests(reader, verify) if verify is not Verify.OFF else None
+        self._narrowed = {pool.layer: pool for pool in reader.pools if pool.narrowed}
         self._slots = {False: slot, True: track_slot}
         self._next_page = {pool.layer: first for pool in reader.pools}
         self._hashed: set[tuple[int, bool]] = set()
 
     def landed(self, layers: range, *, num_pages: int, state: bool, track: bool) -> None:
-        """Hash what was not yet, in these layers: pages up to `num_pages`, the slot, the track slot."""
+        """Take in what was not yet, in these layers: pages up to `num_pages`, the slot, the track slot."""
         for layer in self._next_page.keys() & {*layers}:
             first = self._next_page[layer]
-            if num_pages > first:
+            if num_pages > first and self._digests is not None:
                 self._digests.pages((layer,), self._pages[first:num_pages])
-                self._next_page[layer] = num_pages
+            self._next_page[layer] = max(first, num_pages)
             for is_track, wanted in ((False, state), (True, track)):
                 slot = self._slots[is_track]
                 if wanted and slot is not None and (layer, is_track) not in self._hashed:
-                    self._digests.slot((layer,), slot, track=is_track)
                     self._hashed.add((layer, is_track))
+                    self._take_slot(layer, slot, is_track)
+
+    def _take_slot(self, layer: int, slot: int, is_track: bool) -> None:
+        pool = self._narrowed.get(layer)
+        item = pool.item(slot) if pool is not None else None
+        if self._digests is not None:
+            narrowed = landing(item) if item is not None else None
+            self._digests.slot((layer,), slot, track=is_track, narrowed=narrowed)
+        if item is not None:
+            widen(item)
 
     def digests(self, num_pages: int, track: bool, metadata: bytes) -> dict[str, bytes]:
-        """Of every part, `track`: of the track slot too; hashes what was not announced before."""
+        """Of every part, `track`: of the track slot too; takes in what was not announced. Empty without digests."""
         everywhere = range(max(self._next_page, default=0) + 1)
         self.landed(everywhere, num_pages=num_pages, state=True, track=track)
+        if self._digests is None:
+            return {}
         return self._digests.digests() | {METADATA: metadata_digest(metadata, self._verify)}
 
 

@@ -30,6 +30,7 @@ class Identity:
     layout: StateLayout
     placements: tuple[PoolPlacement, ...]
     transport: Transport
+    ssm_wire_dtype: str
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def hello(self) -> Hello:
@@ -41,6 +42,7 @@ class Identity:
             instance=self.instance,
             verify=self.verify,
             layout=self.layout,
+            ssm_wire_dtype=self.ssm_wire_dtype,
             session=self.transport.session,
             placements=self.placements,
         )
@@ -116,6 +118,11 @@ def check_fit(mine: Hello, theirs: Hello) -> None:
     if mine.verify is not theirs.verify:
         raise ConfigError(
             f"--verify: {mine.verify.value} here, {theirs.verify.value} there", code="layout_mismatch", param="verify"
+        )
+    ours, other = mine.ssm_wire_dtype, theirs.ssm_wire_dtype
+    if ours and other and ours != other:
+        raise ConfigError(
+            f"--ssm-wire-dtype: {ours} here, {other} there", code="layout_mismatch", param="ssm_wire_dtype"
         )
 
 

@@ -63,8 +63,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Who this end is. instance: random, of this start of the process. session, placements: where it can be written to
-    (both empty on a bootstrap endpoint)."""
+    """Who this end is. instance: random, of this start of the process. ssm_wire_dtype: what SSM states cross as.
+    session, placements: where it can be written to. (The last three are empty on a bootstrap endpoint.)"""
 
     version: int
     role: str
@@ -72,6 +72,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     instance: str
     verify: Verify
     layout: StateLayout
+    ssm_wire_dtype: str = ""
     session: str = ""
     placements: tuple[PoolPlacement, ...] = ()
 

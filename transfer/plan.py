@@ -45,13 +45,14 @@ def plan_slot(
     layers: Container[int],
     *,
     track: bool,
+    kinds: Container[StateKind] = (StateKind.CONV, StateKind.SSM),
 ) -> list[Block]:
     """The blocks of one slot's conv and SSM state of these layers; their part is "track" for a track slot."""
     run = [(*slot, 1)]
     return coalesce(
         block
         for pool, src, dst in zip(layout.pools, mine, theirs, strict=True)
-        if pool.kind is not StateKind.KV and pool.layer in layers
+        if pool.kind in kinds and pool.layer in layers
         for block in _pool_blocks(pool, src, dst, run, TRACK if track else pool.kind.value)
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +13,8 @@ from common.handoff import HandoffMetadata
 from common.layout import PoolPlacement, StateKind, StateLayout
 from transfer.digest import METADATA, StateDigests, StateReader, metadata_digest
 from transfer.messages import Commit, Landed, Landing, Open, TrackState
-from transfer.plan import coalesce, plan_pages, plan_slot
+from transfer.narrow import Staging, address_of
+from transfer.plan import TRACK, Pair, coalesce, plan_pages, plan_slot
 from transfer.transport import Block
 
 
@@ -42,10 +43,11 @@ Job = Ready | Finish
 
 
 class Posting:
-    """mine, theirs: where the pools lie here and at decode. reader: None when verify is off.
+    """mine, theirs: where the pools lie here and at decode. reader: None when verify is off and nothing is narrowed.
+    staging: for narrowed SSM states, the worker's.
 
-    For each job: `add`, write and meanwhile `hash`; then `commit`. Belongs to the worker. payload: encoded metadata.
-    Each layer gets the pieces in the order of the prompt; what one layer gets does not wait for another.
+    For each of `rounds`: write its blocks and meanwhile `hash`; then `commit`. Belongs to the worker. payload: encoded
+    metadata. Each layer gets the pieces in the order of the prompt; what one layer gets does not wait for another.
     """
 
     def __init__(
@@ -56,10 +58,13 @@ class Posting:
         offer: Open,
         reader: StateReader | None,
         verify: Verify,
+        staging: Staging | None,
     ) -> None:
         self._layout, self._mine, self._theirs, self._offer = layout, mine, theirs, offer
-        self._verify = verify
-        self._digesting = StateDigests(reader, verify) if reader is not None else None
+        self._verify, self._staging = verify, staging
+        self._digesting = StateDigests(reader, verify) if reader is not None and verify is not Verify.OFF else None
+        self._narrowed = {pool.layer: pool for pool in reader.pools if pool.narrowed} if reader is not None else {}
+        self._staged: dict[bool, memoryview] = {}
         self._digests: dict[str, bytes] = {}
         self._unhashed: list[Ready | Finish] = []
         self._untold: list[Ready] = []
@@ -70,6 +75,19 @@ class Posting:
         self._track = TrackState.NONE
         self.bytes_by_part: dict[str, int] = {}
         self.payload = b""
+
+    def rounds(self, jobs: Sequence[Job]) -> Iterator[list[Block]]:
+        """The blocks of these jobs. Write and hash each list before asking for the next, which uses its staging."""
+        if self._staging is None:
+            yield self.add(jobs)
+            return
+        for job in jobs:
+            match job:
+                case Ready(piece=piece, layers=layers):
+                    for layer in layers:
+                        yield self.add([Ready(piece, range(layer, layer + 1))])
+                case Finish():
+                    yield self.add([job])
 
     def add(self, jobs: Sequence[Job]) -> list[Block]:
         """The blocks to write for these jobs. Raises TransferError: too many pages, or a layer was left out."""
@@ -96,9 +114,9 @@ class Posting:
         for piece, layers in ready:
             self._digesting.pages(layers, piece.pages)
             if piece.slot is not None:
-                self._digesting.slot(layers, piece.slot, track=False)
+                self._digesting.slot(layers, piece.slot, track=False, narrowed=self._staged.get(False))
             if piece.track_slot is not None:
-                self._digesting.slot(layers, piece.track_slot, track=True)
+                self._digesting.slot(layers, piece.track_slot, track=True, narrowed=self._staged.get(True))
         if len(ready) < len(jobs):
             self._digests = self._digesting.digests() | {METADATA: metadata_digest(self.payload, self._verify)}
 
@@ -150,17 +168,35 @@ class Posting:
     def _plan(self, piece: Piece, layers: range) -> list[Block]:
         end = piece.first + len(piece.pages)
         pairs = list(zip(piece.pages, self._offer.pages[piece.first : end], strict=True))
-        where = (self._layout, self._mine, self._theirs)
-        blocks = plan_pages(*where, pairs, layers)
+        blocks = plan_pages(self._layout, self._mine, self._theirs, pairs, layers)
         self._next_page |= {layer: end for layer in layers if piece.pages and layer in self._next_page}
         if piece.slot is not None:
-            blocks += plan_slot(*where, (piece.slot, self._offer.slot), layers, track=False)
+            blocks += self._plan_slot((piece.slot, self._offer.slot), layers, track=False)
             self._no_state -= {*layers}
         if piece.track_slot is not None and self._offer.track_slot is not None:
-            blocks += plan_slot(*where, (piece.track_slot, self._offer.track_slot), layers, track=True)
+            blocks += self._plan_slot((piece.track_slot, self._offer.track_slot), layers, track=True)
             self._no_track -= {*layers}
             self._track = TrackState.RECEIVED
         return blocks
+
+    def _plan_slot(self, slot: Pair, layers: range, *, track: bool) -> list[Block]:
+        where = (self._layout, self._mine, self._theirs, slot, layers)
+        if self._staging is None:
+            return plan_slot(*where, track=track)
+        blocks = plan_slot(*where, track=track, kinds=(StateKind.CONV,))
+        for layer in self._narrowed.keys() & {*layers}:
+            blocks.append(self._narrow(layer, slot, track=track))
+        return blocks
+
+    def _narrow(self, layer: int, slot: Pair, *, track: bool) -> Block:
+        """Narrow the SSM state of one layer; it lands in the second half of the state that it stands for."""
+        assert self._staging is not None
+        mine, theirs = slot
+        self._staged[track] = staged = self._staging.narrow(self._narrowed[layer].item(mine), track=track)
+        places = zip(self._layout.pools, self._theirs, strict=True)
+        place = next(place for pool, place in places if pool.layer == layer and pool.kind is StateKind.SSM)
+        target = place.base + theirs * place.stride_bytes + len(staged)
+        return Block(address_of(staged), target, len(staged), TRACK if track else StateKind.SSM.value)
 
     def _finish(self, metadata: HandoffMetadata) -> None:
         """Every layer must have had everything before decode is told so."""

@@ -53,6 +53,7 @@ from transfer.messages import (
     Ranks,
     TrackState,
 )
+from transfer.narrow import is_narrowed, wire_dtype
 from transfer.rendezvous import look_up
 from transfer.server import dial
 from transfer.transport import Transport
@@ -91,12 +92,14 @@ class DecodeTransfer:
         wake: Callable[[], None],
         node_id: str,
     ) -> None:
-        """Raises ConfigError when the cluster key cannot be read."""
+        """Raises ConfigError when the cluster key cannot be read, or the SSM state cannot cross as was asked."""
         self._layout, self._placements = layout, tuple(placements)
         self._transport, self._config = transport, config
-        self._reader = StateReader(layout, placements) if config.verify is not Verify.OFF else None
+        wire = wire_dtype(layout, config.ssm_wire_dtype)
+        narrows = any(is_narrowed(pool, wire) for pool in layout.pools)
+        self._reader = StateReader(layout, placements, wire) if narrows or config.verify is not Verify.OFF else None
         self._key = read_key(config.cluster_key_file)
-        self._identity = Identity("decode", node_id, config.verify, layout, self._placements, transport)
+        self._identity = Identity("decode", node_id, config.verify, layout, self._placements, transport, wire)
         self._events: EventQueue[DecodeEvent] = EventQueue(wake)
         self._lock = threading.RLock()
         self._leases: dict[int, Lease] = {}

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from transfer.link import Link
 from transfer.messages import Open
+from transfer.narrow import Staging
 from transfer.posting import Job, Posting
 
 
@@ -42,9 +43,10 @@ _NEXT: dict[RoomState, frozenset[RoomState]] = {
 
 @dataclass(slots=True)
 class Peer:
-    """One decode rank: its connection and the worker that writes to it."""
+    """One decode rank: its connection and the worker that writes to it, with the memory where it narrows states."""
 
     link: Link
+    staging: Staging | None = None
     jobs: queue.SimpleQueue[tuple[Room, Job] | None] = field(default_factory=queue.SimpleQueue)
 
 

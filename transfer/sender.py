@@ -43,6 +43,7 @@ from transfer.messages import (
     Opened,
     Pong,
 )
+from transfer.narrow import Staging, is_narrowed, staging_bytes, wire_dtype
 from transfer.plan import all_layers, batches
 from transfer.posting import Finish, Job, Piece, Posting, Ready
 from transfer.room import Peer, Room, RoomState
@@ -93,8 +94,12 @@ class PrefillTransfer:
         """Raises ConfigError when the cluster key cannot be read or the port cannot be had."""
         self._layout, self._placements = layout, tuple(placements)
         self._transport, self._config = transport, config
-        self._reader = StateReader(layout, placements) if config.verify is not Verify.OFF else None
-        self._identity = Identity("prefill", node_id, config.verify, layout, self._placements, transport)
+        wire = wire_dtype(layout, config.ssm_wire_dtype)
+        self._narrows = any(is_narrowed(pool, wire) for pool in layout.pools)
+        needs_reader = self._narrows or config.verify is not Verify.OFF
+        self._reader = StateReader(layout, placements, wire) if needs_reader else None
+        self._spare_stagings: list[Staging] = []
+        self._identity = Identity("prefill", node_id, config.verify, layout, self._placements, transport, wire)
         self._events: EventQueue[PrefillEvent] = EventQueue(wake)
         self._lock = threading.RLock()
         self._rooms: dict[int, Room] = {}
@@ -215,8 +220,10 @@ class PrefillTransfer:
         assert entry.open is not None and entry.peer is not None
         entry.move(RoomState.OPEN)
         entry.deadline_s = None
-        theirs = entry.peer.link.peer.placements
-        entry.posting = Posting(self._layout, self._placements, theirs, entry.open, self._reader, self._config.verify)
+        theirs, staging = entry.peer.link.peer.placements, entry.peer.staging
+        entry.posting = Posting(
+            self._layout, self._placements, theirs, entry.open, self._reader, self._config.verify, staging
+        )
         entry.peer.link.channel.send(Opened(room=entry.room, lease=entry.open.lease))
         cached = entry.open.num_cached_pages
         offer = Offer(len(entry.open.pages), cached, cached * self._layout.page_size, entry.open.track_slot is not None)
@@ -285,7 +292,7 @@ class PrefillTransfer:
         """One decode rank, from its hello to the end of its connection."""
         if len(hello.placements) != len(self._layout.pools) or not hello.session:
             raise TransferError(f"{hello.node_id} did not say where its pools are", code="protocol_error")
-        peer = Peer(Link(channel, hello, self._transport.outbound))
+        peer = Peer(Link(channel, hello, self._transport.outbound), self._take_staging())
         worker = threading.Thread(target=self._work, args=(peer,), name=f"transfer-to-{hello.node_id}", daemon=True)
         worker.start()
         self._workers = {each for each in self._workers if each.is_alive()} | {worker}
@@ -419,13 +426,22 @@ class PrefillTransfer:
 
     # The worker of one decode rank.
 
+    def _take_staging(self) -> Staging | None:
+        """For as long as the worker lives. Registered memory stays, so a later worker gets it."""
+        if not self._narrows:
+            return None
+        with self._lock:
+            if self._spare_stagings:
+                return self._spare_stagings.pop()
+        return Staging(self._transport.host_buffer(staging_bytes(self._layout)))
+
     def _work(self, peer: Peer) -> None:
         self._greet(peer)
         ahead: tuple[Room, Job] | None = None
         while True:
             first = ahead or peer.jobs.get()
             if first is None:
-                return
+                break
             entry, jobs = first[0], [first[1]]
             ahead = None
             # What the scheduler sent at once is written at once.
@@ -439,6 +455,9 @@ class PrefillTransfer:
                     break
                 jobs.append(following[1])
             self._perform(entry, jobs)
+        if peer.staging is not None:
+            with self._lock:
+                self._spare_stagings.append(peer.staging)
 
     def _greet(self, peer: Peer) -> None:
         """Open the data connections by writing the reserved page or slot 0 of the first pool, which nobody reads.
@@ -480,21 +499,23 @@ class PrefillTransfer:
         """Write, hash while the bytes are on their way, then commit; if there is more to come, say what has landed."""
         posting, peer = entry.posting, entry.peer
         assert posting is not None and peer is not None
-        blocks = posting.add(jobs)
-        for batch in batches(blocks, MAX_WRITE_BYTES):
-            if not entry.live:
-                return
-            entry.unsure = True
-            wait = self._transport.begin(peer.link.peer.session, batch, entry.nth)
-            try:
-                posting.hash()
-            finally:
-                wait()
-                entry.unsure = False
-        posting.hash()
+        wrote = False
+        for blocks in posting.rounds(jobs):
+            wrote |= bool(blocks)
+            for batch in batches(blocks, MAX_WRITE_BYTES):
+                if not entry.live:
+                    return
+                entry.unsure = True
+                wait = self._transport.begin(peer.link.peer.session, batch, entry.nth)
+                try:
+                    posting.hash()
+                finally:
+                    wait()
+                    entry.unsure = False
+            posting.hash()
         if isinstance(jobs[-1], Finish):
             self._send_commit(entry, posting)
-        elif blocks and self._reader is not None and entry.live:
+        elif wrote and self._reader is not None and entry.live:
             peer.link.channel.send(posting.landed())
 
     def _send_commit(self, entry: Room, posting: Posting) -> None:

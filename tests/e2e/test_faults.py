@@ -67,8 +67,8 @@ def test_without_digests_a_lost_part_shows_in_the_answer(part: str) -> None:
 def test_two_requests_with_swapped_slots_are_both_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     original = posting.plan_slot
 
-    def misplaced(layout, mine, theirs, pair, layers, *, track):  # type: ignore[no-untyped-def]
-        return original(layout, mine, theirs, (pair[0], 3 - pair[1]), layers, track=track)
+    def misplaced(layout, mine, theirs, pair, layers, **rest):  # type: ignore[no-untyped-def]
+        return original(layout, mine, theirs, (pair[0], 3 - pair[1]), layers, **rest)
 
     with disaggregated_ranks() as ranks:
         fill_pools(ranks)
