@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.common import MIN_DOT, padded
 from engine.kernels.linear import Tiling, Workspace, project
 from engine.kernels.norm import rms_norm, square_relu_
 
@@ -25,12 +26,13 @@ class Linear:
         eps: float,
         *,
         few_rows: int,
+        tiling: Tiling,
         workspace: Workspace,
     ) -> None:
         """few_rows: up to how many the kernel for few rows is used; not with a bias."""
         self.weight, self.bias, self.norm, self.eps = weight, bias, norm, eps
         self._few_rows = 0 if bias is not None else few_rows
-        self._workspace = workspace
+        self._tiling, self._workspace = tiling, workspace
 
     def __call__(self, x: Tensor, *, square: bool = False) -> Tensor:
         """x [T, I] -> [T, O]; square: relu(.)^2 of it."""
@@ -58,21 +60,18 @@ class Linear:
             eps=self.eps,
             square=square,
             residual=residual,
-            tiling=tiling(self.weight.shape[0], self.weight.shape[1], x.element_size(), normed=self.norm is not None),
+            tiling=self._tiling,
             workspace=self._workspace,
         )
 
 
-def tiling(outputs: int, inputs: int, itemsize: int, *, normed: bool) -> Tiling:
-    """How to cut a product so that about four blocks reach every multiprocessor of a large card."""
-    width = 128 if itemsize == 2 else 64
-    blocks = -(-outputs // 64)
-    splits = 1
-    while not normed and blocks * splits < 400 and inputs >= 2 * splits * 4 * width:
-        splits *= 2
-    return Tiling(outputs=64, inputs=width, splits=splits, warps=4, stages=4, ahead=8)
+def tiling(device: torch.device) -> Tiling:
+    """Two programs fit on each multiprocessor."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return Tiling(outputs=64, inputs=128, programs=2 * processors, warps=4, stages=4)
 
 
-def workspace(device: torch.device | str, max_outputs: int, few_rows: int) -> Workspace:
+def workspace(tiling: Tiling, max_outputs: int, few_rows: int, device: torch.device) -> Workspace:
     """Room for any product of `few_rows` rows and at most max_outputs outputs."""
-    return Workspace(16 * max(1, few_rows) * max_outputs, -(-max_outputs // 16), device)
+    blocks = -(-max_outputs // tiling.outputs)
+    return Workspace((tiling.programs + blocks) * (tiling.outputs + 1) * padded(few_rows, MIN_DOT), blocks, device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.batch import OnLayer
 from engine.cuda.batch import CudaBatch
-from engine.cuda.linear import Linear, workspace
+from engine.cuda.linear import Linear, tiling, workspace
 from engine.kernels.attention import attend_decode, attend_prefill, write_kv
 from engine.kernels.conv import conv_prefill
 from engine.kernels.norm import gated_rms_norm
@@ -48,12 +48,14 @@ class CudaNemotronH:
     ) -> None:
         self.config, self.pools = config, pools
         self.embeddings = weights["embeddings.weight"]  # [V, D]
-        widest = max(weight.shape[0] for weight in weights.values())
+        device, widest = self.embeddings.device, max(weight.shape[0] for weight in weights.values())
+        cut = tiling(device)
         make: MakeLinear = partial(
             Linear,
             eps=config.layer_norm_epsilon,
             few_rows=few_rows,
-            workspace=workspace(self.embeddings.device, widest, few_rows),
+            tiling=cut,
+            workspace=workspace(cut, widest, few_rows, device),
         )
         self.head = make(weights["lm_head.weight"], None, weights["norm_f.weight"])
         self.mixers = [_mixer(config, weights, pools, layer, make) for layer in range(len(config.layers))]

@@ -26,33 +26,11 @@ def padded(count: int, least: int = 1) -> int:
 
 
 @triton.jit
-def allow_next():
-    """The next kernel may be launched; it waits for this one by itself."""
+def enter():
+    """Let the next kernel be launched, and wait for what earlier ones write."""
     if _EARLY:
         gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_previous():
-    """From here on everything that earlier kernels wrote can be read."""
-    if _EARLY:
         gdc_wait()
-
-
-@triton.jit
-def enter():
-    allow_next()
-    wait_for_previous()
-
-
-@triton.jit
-def prefetch(pointers):
-    """Ask for the cache lines that these pointers lie in, and go on."""
-    if _EARLY:
-        address = tl.cast(pointers, tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit

@@ -2,6 +2,9 @@
 
 Legend: T rows (few), I inputs, O outputs. The twin is `engine.ops.linear.Projection` between `rms_norm` and the
 residual's addition.
+The weight is cut into blocks of outputs and each block into steps of inputs. All steps of all blocks, in this order,
+are dealt out evenly to as many programs as the card runs at a time, so that all of them end together. A block that
+several programs share is added up by the one that ends last, in the order of the programs.
 """
 
 from __future__ import annotations
@@ -13,24 +16,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.common import EARLY, MIN_DOT, allow_next, dot, padded, prefetch, wait_for_previous
+from engine.kernels.common import EARLY, MIN_DOT, dot, enter, padded
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut: outputs and inputs of a block, how many programs share the inputs, launch options,
-    and how many cache lines (128 bytes) of each weight row are asked for ahead of time."""
+    """outputs, inputs: of a step. programs: how many share the steps. warps, stages: of the launch."""
 
     outputs: int
     inputs: int
-    splits: int
+    programs: int
     warps: int
     stages: int
-    ahead: int
 
 
 class Workspace:
-    """Partial sums of products whose inputs are split. For products that run one after the other on one stream."""
+    """Partial sums of shared blocks. For products that run one after the other on one stream."""
 
     def __init__(self, max_values: int, max_blocks: int, device: torch.device | str) -> None:
         self.partial = torch.empty(max_values, dtype=torch.float32, device=device)
@@ -51,16 +52,16 @@ def project(
     """x [T, I] (rows may be strided), weight [O, I] -> [T, O].
 
     norm: float32 [I], the RMS norm to apply to x first, with `eps`. square: relu(out)^2. residual [T, O]: what is added
-    to and returned (mutated). A norm and split inputs exclude each other.
+    to and returned (mutated).
     """
     rows, inputs = x.shape
     outputs = weight.shape[0]
-    assert norm is None or tiling.splits == 1, "every program must see the whole row"
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device) if residual is None else residual
-    blocks = triton.cdiv(outputs, tiling.outputs)
-    if tiling.splits > 1:
-        assert tiling.splits * rows * outputs <= workspace.partial.numel() and blocks <= workspace.arrived.numel()
-    _project[(blocks, tiling.splits)](
+    blocks, steps = triton.cdiv(outputs, tiling.outputs), triton.cdiv(inputs, tiling.inputs)
+    programs, padded_rows = min(tiling.programs, blocks * steps), padded(rows, MIN_DOT)
+    assert (programs + blocks) * (tiling.outputs + 1) * padded_rows <= workspace.partial.numel()
+    assert blocks <= workspace.arrived.numel()
+    _project[(programs,)](
         x,
         x.stride(0),
         weight,
@@ -71,18 +72,19 @@ def project(
         rows,
         outputs,
         inputs,
+        blocks,
+        steps,
+        programs,
         eps,
         NORM=norm is not None,
         SQUARE=square,
         ADD=residual is not None,
-        SPLITS=tiling.splits,
-        ROWS=padded(rows, MIN_DOT),
+        ROWS=padded_rows,
         OUTPUTS=tiling.outputs,
         INPUTS=tiling.inputs,
-        EVEN=inputs % (tiling.inputs * tiling.splits) == 0,
+        EVEN=inputs % tiling.inputs == 0,
         num_warps=tiling.warps,
         num_stages=tiling.stages,
-        AHEAD=tiling.ahead,
         launch_pdl=EARLY,
     )
     return out
@@ -100,64 +102,73 @@ def _project(
     rows,
     outputs,
     inputs,
+    blocks,
+    steps,
+    programs,
     eps,
     NORM: tl.constexpr,
     SQUARE: tl.constexpr,
     ADD: tl.constexpr,
-    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     EVEN: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
-    allow_next()
-    block, split = tl.program_id(0), tl.program_id(1)
-    o = block * OUTPUTS + tl.arange(0, OUTPUTS)
+    enter()
+    program, total = tl.program_id(0), blocks * steps
+    first, last = program * total // programs, (program + 1) * total // programs
     t = tl.arange(0, ROWS)
-    share = tl.cdiv(tl.cdiv(inputs, SPLITS), INPUTS) * INPUTS
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     squares = tl.zeros((ROWS,), tl.float32)
-    weights = weight + tl.minimum(o, outputs - 1)[:, None] * inputs
-    if AHEAD:
-        # The weight is constant: some of it comes into the cache while the kernel before this one still runs.
-        line = split * share + tl.arange(0, AHEAD) * (128 // (weight.dtype.element_ty.primitive_bitwidth // 8))
-        prefetch(weights + tl.minimum(line, inputs - 1)[None, :])
-    wait_for_previous()
-    for low in range(split * share, tl.minimum(split * share + share, inputs), INPUTS):
-        i = low + tl.arange(0, INPUTS)
+    for at in range(first, last):
+        block = at // steps
+        step = at - block * steps
+        o = block * OUTPUTS + tl.arange(0, OUTPUTS)
+        i = step * INPUTS + tl.arange(0, INPUTS)
+        weights = weight + tl.minimum(o, outputs - 1)[:, None] * inputs + i[None, :]
+        values = x + t[None, :] * x_stride + i[:, None]
         if EVEN:
-            w = tl.load(weights + i[None, :])  # [OUTPUTS, INPUTS]
-            v = tl.load(x + t[None, :] * x_stride + i[:, None], mask=(t < rows)[None, :], other=0.0)  # [INPUTS, ROWS]
+            w = tl.load(weights)  # [OUTPUTS, INPUTS]
+            v = tl.load(values, mask=(t < rows)[None, :], other=0.0)  # [INPUTS, ROWS]
         else:
-            w = tl.load(weights + i[None, :], mask=(i < inputs)[None, :], other=0.0)
-            v = tl.load(
-                x + t[None, :] * x_stride + i[:, None], mask=(t < rows)[None, :] & (i < inputs)[:, None], other=0.0
-            )
+            w = tl.load(weights, mask=(i < inputs)[None, :], other=0.0)
+            v = tl.load(values, mask=(t < rows)[None, :] & (i < inputs)[:, None], other=0.0)
         if NORM:
             wide = v.to(tl.float32)
             squares += tl.sum(wide * wide, 0)
             v = (wide * tl.load(norm + i, mask=i < inputs, other=0.0)[:, None]).to(w.dtype)
         acc = dot(w, v, acc)
-    kept = (o < outputs)[:, None] & (t < rows)[None, :]
-    if SPLITS > 1:
-        # Every split leaves its sum; the last one to arrive adds them up in the order of the splits.
-        own = partial + (split * rows + t)[None, :] * outputs + o[:, None]
-        tl.store(own, acc, mask=kept)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + block, 1, sem="acq_rel") < SPLITS - 1:
-            return
-        acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-        for other in range(SPLITS):
-            theirs = partial + (other * rows + t)[None, :] * outputs + o[:, None]
-            acc += tl.load(theirs, mask=kept, other=0.0, cache_modifier=".cg")
-        tl.store(arrived + block, 0)
-    if NORM:
-        acc *= (1 / tl.sqrt(squares / inputs + eps))[None, :]
-    place = out + t[None, :] * outputs + o[:, None]
-    if SQUARE:
-        acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
-        acc *= acc
-    if ADD:
-        acc += tl.load(place, mask=kept, other=0.0).to(tl.float32)
-    tl.store(place, acc.to(out.dtype.element_ty), mask=kept)
+        if (step == steps - 1) | (at == last - 1):
+            done = at + 1 - tl.maximum(first, block * steps)
+            ready = done == steps
+            if not ready:
+                cells = tl.arange(0, OUTPUTS)[:, None] * ROWS + t[None, :]
+                size: tl.constexpr = (OUTPUTS + 1) * ROWS
+                own = partial + (program + block) * size  # no other program and block have this sum
+                tl.store(own + cells, acc)
+                tl.store(own + OUTPUTS * ROWS + t, squares)
+                tl.debug_barrier()
+                ready = tl.atomic_add(arrived + block, done, sem="acq_rel") + done == steps
+                if ready:
+                    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+                    squares = tl.zeros((ROWS,), tl.float32)
+                    lowest = ((block * steps + 1) * programs - 1) // total
+                    highest = ((block + 1) * steps * programs - 1) // total
+                    for other in range(lowest, highest + 1):
+                        theirs = partial + (other + block) * size
+                        acc += tl.load(theirs + cells, cache_modifier=".cg")
+                        squares += tl.load(theirs + OUTPUTS * ROWS + t, cache_modifier=".cg")
+                    tl.store(arrived + block, 0)
+            if ready:
+                if NORM:
+                    acc *= (1 / tl.sqrt(squares / inputs + eps))[None, :]
+                kept = (o < outputs)[:, None] & (t < rows)[None, :]
+                place = out + t[None, :] * outputs + o[:, None]
+                if SQUARE:
+                    acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
+                    acc *= acc
+                if ADD:
+                    acc += tl.load(place, mask=kept, other=0.0).to(tl.float32)
+                tl.store(place, acc.to(out.dtype.element_ty), mask=kept)
+            acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+            squares = tl.zeros((ROWS,), tl.float32)
