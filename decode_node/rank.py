@@ -20,6 +20,7 @@ import msgspec
 from common.config import NodeConfig
 from common.errors import AbortedError, CapacityError, RequestError, ServingError, WorkerError
 from common.handoff import HandoffMetadata, RoomAddress, prompt_digest
+from engine.batch import Track
 from engine.scheduler import StepReport
 from engine.sequence import Sequence
 from node.accounting import Rooms, RoomView
@@ -224,8 +225,11 @@ class DecodeRole:
         self.received[sequence] = Received(
             metadata=metadata, bytes_by_part=event.bytes_by_part, transfer_s=event.transfer_s
         )
+        track_slot = room.track_slot if event.track is not TrackState.NONE else None
         self._cache_prompt(room, event)
         emission = self.host.scheduler.adopt(sequence, metadata.first_token)
+        tracked = None if track_slot is None else Track(metadata.tracked_position, track_slot)
+        self.host.states.record("commit", sequence, tracked)
         self._finish(StepReport(chunks=[], emissions=[emission], failures=[]))
 
     def _cache_prompt(self, room: DecodeRoom, event: Committed) -> None:

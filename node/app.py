@@ -62,10 +62,13 @@ class ServingNode:
         for error in self.client.errors():
             raise error
 
-    async def query_all(self, what: str) -> list[dict[str, Any]]:
+    async def query_all(self, what: str, *, limit: int = 0) -> list[dict[str, Any]]:
         """One answer a rank. Raises the first rank's error."""
-        ranks = range(self.client.num_ranks)
-        return await asyncio.gather(*(self.client.query(r, what, timeout_s=self.query_timeout_s) for r in ranks))
+        asked = (
+            self.client.query(rank, what, timeout_s=self.query_timeout_s, limit=limit)
+            for rank in range(self.client.num_ranks)
+        )
+        return await asyncio.gather(*asked)
 
 
 def create_app(node: ServingNode) -> FastAPI:
@@ -195,6 +198,16 @@ def _add_accounts(app: FastAPI, node: ServingNode) -> None:
             "ranks": [_or_error(rank) for rank in ranks],
         }
         return json_response(body)
+
+    @app.get("/debug/states")
+    async def debug_states() -> Response:
+        return json_response({"role": node.config.role.value, "ranks": await node.query_all("states")})
+
+    @app.post("/debug/states")
+    async def record_states(request: Request) -> Response:
+        raw = decode_object(await request.body())
+        await node.query_all("record", limit=int(read_bool("record", raw.get("record"))))
+        return json_response({"success": True})
 
 
 def _add_control(app: FastAPI, node: ServingNode, generator: Generator) -> None:

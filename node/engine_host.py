@@ -26,6 +26,7 @@ from engine.stopping import StopChecker
 from engine.tracking import Strategy, Tracking, resolve_tracking
 from node.accounting import Accounts, LeakDetector, Rooms
 from node.messages import Failure, FromRank, Query, Ready, Reply, Submit, Timing, Update, Updates
+from node.state_log import StateLog
 from node.tokenizer import load_tokenizer
 
 Allocate = Callable[[int], Tensor]
@@ -78,6 +79,7 @@ class EngineHost:
         self.sequences: dict[str, Sequence] = {}
         self.accounts = Accounts(self.scheduler, self.sequences)
         self.leaks = LeakDetector()
+        self.states = StateLog(self.runner.pools)
         self.num_finished = self.num_failed = 0
         self.updates: list[Update] = []
         self.outbox: list[FromRank] = []
@@ -177,6 +179,11 @@ class EngineHost:
                 if idle:
                     self.scheduler.memory.flush()
                 reply = Reply(ticket=message.ticket, payload={}, error=None if idle else _busy())
+            case "states":
+                reply = Reply(ticket=message.ticket, payload={"states": self.states.listing()})
+            case "record":
+                self.states.switch(message.limit > 0)
+                reply = Reply(ticket=message.ticket, payload={})
             case unknown:
                 reply = Reply(
                     ticket=message.ticket, payload={}, error=RequestError(f"unknown query {unknown}").record()
@@ -280,8 +287,13 @@ def local_timing(sequence: Sequence) -> Timing:
 
 def finish_local(host: EngineHost, report: StepReport, timing_of: Callable[[Sequence], Timing] = local_timing) -> None:
     """Emit a step's results for sequences that end on this rank, and release those that ended."""
+    for chunk in report.chunks:
+        if chunk.end == chunk.sequence.num_prompt_tokens:
+            host.states.record("prefill", chunk.sequence, chunk.sequence.tracked)
     for emission in report.emissions:
         ended = emission.finish is not None
+        if ended:
+            host.states.record("end", emission.sequence, None)
         host.emit(emission, timing_of(emission.sequence) if ended else None)
         if ended:
             host.scheduler.release(emission.sequence)

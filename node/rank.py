@@ -122,6 +122,10 @@ def run_rank(make_role: RoleFactory) -> None:
     sockets = RankSockets(arguments.ipc, arguments.rank)
     waker = Waker()
     try:
+        if config.transfer.faults.engine is not None:
+            from engine.faults import switch_on
+
+            switch_on(config.transfer.faults.engine)
         role = make_role(config, arguments.rank, waker)
     except ServingError as error:
         sockets.send(StartFailed(error=error.record()))

@@ -177,6 +177,7 @@ class PrefillRole:
         room = self.room_of[sequence]
         room.token = emission.token
         tracked, length = sequence.tracked, sequence.num_computed_tokens
+        self.host.states.record("prefill", sequence, tracked)
         self.transfer.commit(
             room.room,
             HandoffMetadata(
