@@ -31,6 +31,9 @@ from cli.chaos.tasks import make_tasks
 from common.config import ModelConfig, NodeConfig, Role, TransferConfig, check_node_config
 
 
+_NOTICE_S = 1.0  # until the router knows that a node is healthy again
+
+
 def chaos(options: Options) -> int:
     """The exit status: 0 when everything held. Raises ConfigError for what cannot work, before anything is started."""
     transfer = TransferConfig(transport=options.transport, verify=options.verify)
@@ -144,6 +147,7 @@ class _Run:
             for name in sorted((fault.node, *twins)):
                 await held.enter_async_context(self._in_use[name])
             serving = await self._fleet.all_healthy([self._fleet.nodes[name] for name in twins], end_s)
+            await asyncio.sleep(_NOTICE_S if twins else 0.0)
             done = serving and await _do(fault, self._fleet.nodes[fault.node])
         self._report.done.append(f"{fault}{'' if done else ' (left out: the node or its twin was not there)'}")
 
