@@ -63,6 +63,16 @@ def in_use(state: dict[str, Any]) -> list[str]:
     return [f"{name} {count}" for name, count in held.items() if count]
 
 
+async def second_tries(fleet: Fleet) -> dict[str, int]:
+    """How often the router began a request again, and how often it went on with one in mid-answer."""
+    async with (
+        aiohttp.ClientSession(timeout=_LIMIT) as session,
+        session.get(f"{fleet.router.url}/server_info") as answer,
+    ):
+        info = await answer.json()
+    return {name: info["counters"][name] for name in ("retries", "resumes")}
+
+
 async def flush(fleet: Fleet) -> list[str]:
     """Drop all caches: then every page and slot must be free. What is not, a line each."""
     async with aiohttp.ClientSession(timeout=_LIMIT) as session:

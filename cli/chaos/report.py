@@ -29,6 +29,7 @@ class Report:
     violations: dict[str, list[str]] = field(default_factory=dict)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     lives: dict[str, int] = field(default_factory=dict)
+    second_tries: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     def check(self, name: str, found: Sequence[str]) -> None:
@@ -54,6 +55,7 @@ class Report:
             "slowest_error_s": self._slowest_error_s(),
             "longest_silence_s": max((o.silence_s for o in self.outcomes), default=0.0),
             "lives": self.lives,
+            **self.second_tries,
             "memory": self.memory,
             "violations": self.violations,
             "wall_s": self.seconds,
@@ -66,6 +68,7 @@ class Report:
         lines += [f"typed errors: {', '.join(f'{code} {count}' for code, count in codes.items())}"] if codes else []
         silence = max((o.silence_s for o in self.outcomes), default=0.0)
         lines.append(f"slowest error {self._slowest_error_s():.1f} s, longest silence {silence:.1f} s")
+        lines.append("router: " + ", ".join(f"{count} {name}" for name, count in self.second_tries.items()))
         lines.append("lives: " + ", ".join(f"{name} {count}" for name, count in self.lives.items()))
         lines.append("")
         for name, found in self.violations.items():

@@ -30,7 +30,6 @@ from cli.chaos.report import Report
 from cli.chaos.tasks import make_tasks
 from common.config import ModelConfig, NodeConfig, Role, TransferConfig, check_node_config
 
-
 _NOTICE_S = 1.0  # until the router knows that a node is healthy again
 
 
@@ -134,6 +133,7 @@ class _Run:
         self._report.outcomes = load.outcomes
         self._say(f"storm over: {len(load.outcomes)} requests")
         await self._fleet.wait_healthy(self._fleet.members)
+        self._report.second_tries = await checks.second_tries(self._fleet)
         self._report.memory["calm"] = checks.memory(self._fleet)
         self._report.check("right answers or typed errors", checks.wrong_outcomes(load.outcomes, all_right=False))
         self._report.check("most requests answered", checks.too_few_right(load.outcomes))

@@ -64,7 +64,7 @@ def _ids(rng: random.Random, count: int) -> tuple[int, ...]:
 
 
 def _answer_length(rng: random.Random) -> int:
-    return rng.choice((1, 2, 8, 16, 17, 40, 40, 120))
+    return rng.choice((1, 2, 8, 16, 17, 40, 120, 240))
 
 
 def _sampling(max_new_tokens: int) -> dict[str, Any]:
