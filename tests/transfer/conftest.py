@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,14 @@ def decode() -> Iterator[Callable[..., Decode]]:
 
 
 class Process:
-    """A rank in its own process. `events` collects the lines that it writes."""
+    """A rank in its own process. `events` collects the lines that it writes. launcher: what starts it elsewhere."""
 
-    def __init__(self, role: str, config: TransferConfig, layout: StateLayout, port: int) -> None:
+    def __init__(
+        self, role: str, config: TransferConfig, layout: StateLayout, port: int, launcher: Sequence[str]
+    ) -> None:
         setup = json.dumps([role, msgspec.to_builtins(config), msgspec.to_builtins(layout), port])
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "transfer_rig.py"), setup],
+            [*launcher, sys.executable, str(Path(__file__).parent / "transfer_rig.py"), setup],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -129,8 +131,14 @@ class Process:
 def process() -> Iterator[Callable[..., Process]]:
     made: list[Process] = []
 
-    def make(role: str, config: TransferConfig, layout: StateLayout | None = None, port: int = 0) -> Process:
-        made.append(Process(role, config, layout or make_layout(), port))
+    def make(
+        role: str,
+        config: TransferConfig,
+        layout: StateLayout | None = None,
+        port: int = 0,
+        launcher: Sequence[str] = (),
+    ) -> Process:
+        made.append(Process(role, config, layout or make_layout(), port, launcher))
         return made[-1]
 
     yield make
