@@ -150,6 +150,11 @@ def test_a_router(served: list[Any]) -> None:
         ("unified --no-such-option", "--no-such-option"),
         ("router", "--prefill: at least one"),
         ("decode --transfer-device mlx5_0", "--transfer-device mlx5_0: only with --transfer-protocol rdma"),
+        (
+            "prefill --ssm-wire-dtype float32 --mamba-ssm-dtype bfloat16",
+            "--ssm-wire-dtype float32: the SSM state is bfloat16",
+        ),
+        ("prefill --ssm-wire-dtype int8", "'int8' is not one of"),
         ("decode --upload-timeout 0", "--upload-timeout 0.0: a positive number of seconds"),
         ("router --prefill http://a x", "--prefill takes a URL and the node's bootstrap port (1 to 65535), not x"),
         ("router --prefill http://a --decode http://b", "--prefill takes a URL and the node's bootstrap port"),
