@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from common.config import (
+    DType,
     EngineConfig,
     LoopbackFaults,
     ModelConfig,
@@ -98,11 +99,13 @@ def node_config(
     faults: LoopbackFaults | None = None,
     verify: Verify = Verify.DIGEST,
     transport: TransportName = TransportName.LOOPBACK,
+    device: str = "cpu",
+    dtype: DType = DType.FLOAT32,
     **transfer: float,
 ) -> NodeConfig:
     return NodeConfig(
         role=role,
-        model=ModelConfig(path=str(model)),
+        model=ModelConfig(path=str(model), device=device, dtype=dtype),
         engine=engine or EngineConfig(max_total_tokens=16384, max_state_slots=24, max_running_requests=20),
         transfer=TransferConfig(transport=transport, verify=verify, faults=faults or LoopbackFaults(), **transfer),
     )
@@ -267,7 +270,7 @@ def _take(message: object, outcomes: dict[str, Outcome]) -> None:
         case Updates(items=items):
             for update in items:
                 outcome = outcomes[update.rid]
-                outcome.tokens += update.logprobs
+                outcome.tokens += update.logprobs or [TokenLogprob(None, token_id) for token_id in update.token_ids]
                 outcome.cached, outcome.local = update.num_cached_tokens, update.num_local_cached_tokens
                 if update.input_logprobs is not None:
                     outcome.prompt_logprobs = list(update.input_logprobs)
