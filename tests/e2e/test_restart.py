@@ -89,7 +89,8 @@ def kill(node: Server, victims: Sequence[str]) -> None:
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
 
 
-KILLS = [("prefill", ["front"]), ("decode", ["rank"]), ("prefill", ["rank"]), ("decode", ["front", "rank"])]
+SOME = [("prefill", ["front"]), ("decode", ["rank"]), ("prefill", ["rank"]), ("decode", ["front", "rank"])]
+ALL = [(role, victims) for victims in (["front"], ["rank"], ["front", "rank"]) for role in ("prefill", "decode")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +144,15 @@ def assert_all_given_back(fixed: Fixed) -> None:
         assert state["leaks_total"] == 0
 
 
-@pytest.mark.timeout(400)
-def test_killed_and_drained_nodes(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kills", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_killed_and_drained_nodes(tmp_path: Path, kills: list[tuple[str, list[str]]]) -> None:
     with fixed_stack(tmp_path) as fixed:
         expected = generate(fixed.router.url, body()).json()["output_ids"]
         assert len(expected) == MAX_NEW_TOKENS
         load = Load(fixed.router.url, expected)
         with load.under_way():
-            for role, victims in KILLS:
+            for role, victims in kills:
                 wait_for(lambda seen=load.good + 2: load.good >= seen, "answers before the kill")
                 rest = fixed.rest(role)
                 kill(fixed.nodes[role], victims)
