@@ -236,7 +236,7 @@ class Exchange:
         try:
             return self._dispatcher.workers.pick(self._failed, resumes=resumes)
         except WorkerError as error:
-            log.info("request %s has nowhere to go: %s", self._request.rids[0], error.message)
+            log.info("request %s ends with %s: %s", self._request.rids[0], failure.code, error.message)
             raise failure from error
 
     # The end

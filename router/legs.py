@@ -108,7 +108,7 @@ class Leg:
         """The worker has ended this leg with an error of its own."""
         self.open = False
         failure = LegFailed(status if 400 <= status <= 599 else 502, content_type, body)
-        self.workers.on_error(self.worker, failure.status, failure.code)
+        self.workers.on_error(self.worker, failure.status)
         return failure
 
     def lost(self, error: WorkerError) -> LegFailed:

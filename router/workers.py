@@ -1,7 +1,7 @@
 """Which workers there are, which of them live, and which two serve the next request.
 
-A worker's health loop owns `alive`, `fingerprint` and `reason`; a request that cannot connect, or that is refused
-because the worker drains, may only report it dead. A dead one gets no new requests. Those that run there go on.
+A worker's health loop owns `alive`, `fingerprint` and `reason`; a request that cannot connect may only report it dead.
+A dead one, one that drains for example, gets no new requests. Those that run there go on.
 A worker that does not answer a check is asked again at once. The second time it is silent: dead, and what it was asked
 is given up. One where nobody listens is dead, not silent: its connections have broken by themselves.
 """
@@ -27,7 +27,6 @@ log = logging.getLogger("tandem.router")
 
 _SILENT_AFTER = 2
 _NO_CONNECTION = (REFUSED, UNREACHABLE)
-_DRAINING = ("draining", "shutting_down")
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +123,7 @@ class Workers:
 
         candidates = [p for p in self.prefill if p.alive and p.resumes >= resumes and partners(p)]
         if not candidates:
-            raise WorkerError("every pair of workers has failed" if failed else self.why_no_pair())
+            raise WorkerError("no other pair of workers is alive" if failed else self.why_no_pair())
         tried = {worker for pair in failed for worker in pair}
         prefill = self._deal(_untried(candidates, tried))
         return Pair(prefill, self._deal(_untried(partners(prefill), tried)))
@@ -166,10 +165,8 @@ class Workers:
             self._mark_dead(worker, error.message)
         worker.check_now.set()
 
-    def on_error(self, worker: Worker, status: int, code: str | None) -> None:
-        """It answered a request with an error. One that drains gets no more at once; others are asked how they are."""
-        if code in _DRAINING:
-            self._mark_dead(worker, code)
+    def on_error(self, worker: Worker, status: int) -> None:
+        """It answered a request with an error. If that is its own (it drains, a rank has died), it is asked now."""
         if status >= 500:
             worker.check_now.set()
 

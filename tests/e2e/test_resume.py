@@ -202,12 +202,18 @@ def test_a_stop_string_across_the_cut_ends_the_answer(shared_stack: Stack) -> No
 
 
 def test_a_long_answer_is_resumed_from_what_the_nodes_have_cached(shared_stack: Stack) -> None:
-    """Prompt and answer so far are one prefix to them: much of it may be cached, and none of it is prompt."""
+    """Prompt and answer so far are one prefix to them. First decode has it; then it has lost it, and prefill has it."""
     request = body(400)
     wanted = generate(shared_stack.router.url, request).json()
-    for _ in range(2):
-        found = generate(shared_stack.router.url, resumed(request, wanted, 390)).json()
-        assert_same(found, wanted)
+    again = resumed(request, wanted, 390) | {"logprob_start_len": -1}
+    prompt = wanted["meta_info"].pop("input_token_logprobs")
+    for forgets in (False, True, True):
+        if forgets:
+            httpx.post(f"{shared_stack.decode.url}/flush_cache?timeout=10").raise_for_status()
+        found = generate(shared_stack.router.url, again).json()
+        assert_same(found, wanted | {"meta_info": wanted["meta_info"] | {"input_token_logprobs": []}})
+    details = found["meta_info"]["cached_tokens_details"]
+    assert details["prefill"] > len(prompt) and details["decode"] == 0
 
 
 # The router

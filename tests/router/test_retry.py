@@ -374,7 +374,7 @@ async def test_a_draining_worker_gets_no_new_requests_and_ends_its_own(router: R
     assert (await request).status_code == 200
 
 
-async def test_a_refusal_because_of_draining_is_believed_at_once(workers: Workers) -> None:
+async def test_a_worker_that_refuses_is_asked_how_it_is_at_once(workers: Workers) -> None:
     async with run_router(config_of(workers.prefill, workers.decode, health_interval_s=60)) as router:
         await router.until_alive()
         draining = workers.decode[0]
