@@ -75,6 +75,8 @@ def check_router_config(config: RouterConfig) -> RouterConfig:
             raise ConfigError(f"--{option} {value}: a positive number of seconds", param=name)
     if not 0 <= config.drain_timeout_s < float("inf"):
         raise ConfigError(f"--drain-timeout {config.drain_timeout_s}: 0 or more seconds", param="drain_timeout_s")
+    if not 0 <= config.port <= 65535:
+        raise ConfigError(f"--port {config.port}: 0 to 65535", param="port")
     if config.max_retries < 0:
         raise ConfigError(f"--max-retries {config.max_retries}: 0 or more", param="max_retries")
     return config
@@ -149,8 +151,6 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
         )
-    except OverflowError as error:
-        raise ConfigError(f"--port {port}: 0 to 65535", param="port") from error
     except OSError as error:
         at_fault = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
         value = port if at_fault == "port" else host

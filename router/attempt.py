@@ -138,8 +138,8 @@ class Attempt:
         await asyncio.wait({self._answer, self._prefill}, timeout=_LINGER_S)
         if not (self._answer.done() and self._prefill.done()):
             self.end_legs()
-        await asyncio.gather(self._answer, self._prefill, return_exceptions=True)
-        return all(await asyncio.gather(*self._aborts))
+        said = await asyncio.gather(self._answer, self._prefill, *self._aborts, return_exceptions=True)
+        return all(ended is True for ended in said[2:])
 
 
 def _merged(prompt: PromptLogprobs | None, whole: bytes) -> bytes:

@@ -255,7 +255,8 @@ class Exchange:
 
     async def ended(self) -> None:
         """Returns when no leg runs any more and the workers have answered the aborts."""
-        await asyncio.gather(*(attempt.ended() for attempt in self._attempts))
+        for attempt in self._attempts:
+            await attempt.ended()
 
     async def _tell(self, failure: LegFailed) -> None:
         if not self._reply.started:

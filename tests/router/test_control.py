@@ -307,6 +307,9 @@ ADDRESS = WorkerAddress(url="http://h:1", bootstrap_port=1)
         ({"health_interval_s": 0.0}, "--health-interval 0.0"),
         ({"idle_timeout_s": float("nan")}, "--idle-timeout nan"),
         ({"liveness_timeout_s": -1.0}, "--liveness-timeout -1.0"),
+        ({"drain_timeout_s": -1.0}, "--drain-timeout -1.0"),
+        ({"drain_timeout_s": float("inf")}, "--drain-timeout inf"),
+        ({"max_retries": -1}, "--max-retries -1"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], said: str) -> None:
@@ -319,6 +322,19 @@ def test_settings_that_cannot_work(settings: dict[str, Any], said: str) -> None:
 async def test_a_port_that_is_taken(decode: MockWorker) -> None:
     with pytest.raises(ConfigError, match=f"--port {decode.port}"):
         serve(RouterConfig(port=decode.port, prefill=(ADDRESS,), decode=(ADDRESS,)))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid", "::ffff:zz"])
+def test_a_host_that_is_not_this_machine(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"--host {host}") as caught:
+        serve(RouterConfig(host=host, prefill=(ADDRESS,), decode=(ADDRESS,)))
+    assert caught.value.param == "host"
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_cannot_be(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"--port {port}"):
+        serve(RouterConfig(port=port, prefill=(ADDRESS,), decode=(ADDRESS,)))
 
 
 def test_the_router_is_small_and_knows_no_torch() -> None:
