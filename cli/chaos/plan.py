@@ -17,6 +17,7 @@ ROLE_OF = dict.fromkeys(PREFILL, Role.PREFILL) | dict.fromkeys(DECODE, Role.DECO
 
 _START_S = 8.0  # for a node to come back
 _GAP_S = (1.0, 3.0)
+_SLOW = LoopbackFaults(bandwidth_bytes_s=2e6)
 _PARTS = ("kv", "conv", "ssm", "track", "metadata")
 
 
@@ -31,12 +32,13 @@ class Kind(enum.StrEnum):
     CORRUPT = "corrupt"
     WRITE_ERROR = "write-error"
     DELAY = "delay"
+    STOP_WRITING = "stop-writing"
     LEAVE = "leave"
     ABORT = "abort"
 
 
 OF_CLIENTS = frozenset({Kind.LEAVE, Kind.ABORT})
-OF_TRANSPORT = frozenset({Kind.CORRUPT, Kind.WRITE_ERROR, Kind.DELAY})
+OF_TRANSPORT = frozenset({Kind.CORRUPT, Kind.WRITE_ERROR, Kind.DELAY, Kind.STOP_WRITING})
 """Injected by the loopback transport, at prefill nodes."""
 
 
@@ -117,7 +119,7 @@ def _recovery_s(kind: Kind) -> float:
     match kind:
         case Kind.CORRUPT | Kind.DELAY:
             return 0.0
-        case Kind.STOP_FRONT | Kind.STOP_RANK:
+        case Kind.STOP_FRONT | Kind.STOP_RANK | Kind.STOP_WRITING:
             return 2.0
         case _:
             return _START_S
@@ -128,6 +130,8 @@ def _draw(rng: random.Random, at_s: float, kind: Kind, node: str, liveness_s: fl
     match kind:
         case Kind.STOP_FRONT | Kind.STOP_RANK:
             last_s = rng.choice((0.2, 0.7, 1.5, 2.5)) * liveness_s
+        case Kind.STOP_WRITING:
+            last_s, injected = rng.uniform(1.5, 2.5) * liveness_s, _SLOW
         case Kind.CORRUPT:
             last_s, how = rng.uniform(3, 6), rng.choice(("flip", "zero", "drop"))
             injected = replace(LoopbackFaults(every=rng.randint(1, 3)), **{how: rng.choice(_PARTS)})

@@ -30,6 +30,7 @@ from cli.chaos.report import Report
 from cli.chaos.tasks import make_tasks
 from common.config import ModelConfig, NodeConfig, Role, TransferConfig, check_node_config
 
+_WRITING_S = 1.0  # until hand-offs have begun that a slow link makes long
 _NOTICE_S = 1.0  # until the router knows that a node is healthy again
 
 
@@ -185,6 +186,8 @@ async def _do(fault: Fault, node: Process) -> bool:
             return await node.restart()
         case Kind.CORRUPT | Kind.DELAY | Kind.WRITE_ERROR:
             return await _inject(fault, node)
+        case Kind.STOP_WRITING:
+            return await _stop_writing(fault, node)
         case Kind.LEAVE | Kind.ABORT:
             raise AssertionError(f"{fault.kind} is the clients' to do")
 
@@ -195,3 +198,11 @@ async def _inject(fault: Fault, node: Process) -> bool:
     with node.injecting(fault.injected):
         await asyncio.sleep(fault.last_s)
     return await node.restart() if fault.kind is Kind.WRITE_ERROR else True
+
+
+async def _stop_writing(fault: Fault, node: Process) -> bool:
+    """The rank is stopped in the middle of hand-offs. Where it goes on when it wakes up must not be in use again."""
+    assert fault.injected is not None
+    with node.injecting(fault.injected):
+        await asyncio.sleep(_WRITING_S)
+        return await node.hold(node.rank(), fault.last_s)
