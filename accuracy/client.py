@@ -13,6 +13,8 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
+from common.errors import WorkerError
+
 PROBE_TIMEOUT_S = 5.0
 FLUSH_TIMEOUT_S = 60.0
 _SHOWN_CHARACTERS = 200
@@ -137,7 +139,7 @@ class Client:
         path, body = _question(self.api, self.model, prompt, max_tokens, list(stop))
         begin = time.monotonic()
         try:
-            found = await self.post(path, body)
+            found = await self._post(path, body)
             outcome = _read_generate(found) if self.api is Api.GENERATE else _read_completion(found)
         except TimeoutError:
             outcome = Outcome(error=f"no answer within {self.timeout_s:g} s", timed_out=True)
@@ -145,7 +147,45 @@ class Client:
             outcome = Outcome(error=f"{type(error).__name__.removeprefix('_')}: {error}")
         return msgspec.structs.replace(outcome, latency_s=time.monotonic() - begin)
 
-    async def post(self, path: str, body: dict[str, Any]) -> Any:
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of /generate to any body. Raises WorkerError when there is none."""
+        found = await self.call("/generate", body)
+        if not isinstance(found, dict) or "meta_info" not in found:
+            raise WorkerError(f"{self.url}: no answer of /generate: {str(found)[:_SHOWN_CHARACTERS]}")
+        return found
+
+    async def generate_all(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Every answer, in order; `parallel` requests at once. Raises WorkerError for the first that fails."""
+        gate = asyncio.Semaphore(self.parallel)
+
+        async def one(body: dict[str, Any]) -> dict[str, Any]:
+            async with gate:
+                return await self.generate(body)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(body)) for body in bodies]
+        except* WorkerError as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def call(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON answer to a POST. Raises WorkerError when there is none."""
+        try:
+            return await self._post(path, body)
+        except TimeoutError as error:
+            raise WorkerError(f"{self.url}{path}: no answer within {self.timeout_s:g} s") from error
+        except (aiohttp.ClientError, _UnusableAnswerError) as error:
+            raise WorkerError(f"{self.url}{path}: {error}") from error
+
+    async def get_json(self, path: str) -> dict[str, Any]:
+        """Raises WorkerError when it is no JSON object."""
+        found = await self._get(path)
+        if found is None:
+            raise WorkerError(f"{self.url}{path}: no answer that could be read")
+        return found
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON answer. Raises _UnusableAnswerError, aiohttp.ClientError and TimeoutError."""
         async with asyncio.timeout(self.timeout_s):
             async with self.session.post(self.url + path, json=body, timeout=_NO_LIMIT) as response:

@@ -5,12 +5,14 @@ Each is the leader of its own process group, so that Ctrl-C reaches this process
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import psutil
@@ -44,16 +46,24 @@ class Child:
 
 @dataclass(slots=True)
 class Children:
-    """To be started once and stopped once. say: prints a line of progress. grace_s: from SIGTERM to the kill."""
+    """To be started once and stopped once. say: prints a line of progress. grace_s: from SIGTERM to the kill.
+
+    logs: folder for what each prints; None: where this process prints.
+    """
 
     say: Callable[[str], None]
     grace_s: float = 8.0
+    logs: Path | None = None
     running: list[Child] = field(default_factory=list)
 
     def start(self, plan: ChildPlan) -> None:
         """The command gets `--parent-pid`, so that it ends when this process is killed."""
         command = [*plan.command, "--parent-pid", str(os.getpid())]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+        with contextlib.ExitStack() as opened:
+            log = None if self.logs is None else opened.enter_context((self.logs / f"{plan.name}.log").open("ab"))
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log and subprocess.STDOUT, process_group=0
+            )
         self.running.append(Child(plan, process))
         self.say(f"{plan.name}: started, pid {process.pid}, {plan.url}")
 

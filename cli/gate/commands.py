@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from common.errors import ConfigError
+from cli.settings import BUNDLED_MODEL
+from common.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
     from accuracy.gate import GateOptions
@@ -127,6 +128,127 @@ def gate_options(task: str, values: dict[str, Any]) -> GateOptions:
     urls = {name: None if values[name] is None else checked_url(name, values[name]) for name in ("url", "baseline")}
     output = values["output"] or Path("gate-results") / task
     return GateOptions(**(values | urls | {"api": api, "output": output}))
+
+
+_URL = click.option("--url", default="http://127.0.0.1:30000", show_default=True, help="Router or node to check")
+_PROMPTS = click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="One prompt a line, as text or as JSON with text or input_ids; gsm-mini's by default",
+)
+_NUM_PROMPTS = click.option("--num-prompts", type=_COUNT, default=16, show_default=True, help="Of the first ones")
+_PARALLEL = click.option("--parallel", type=_COUNT, default=16, show_default=True, help="Requests at once")
+_JSON = click.option(
+    "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the findings here, as JSON"
+)
+
+
+@gate.command()
+@_URL
+@_PROMPTS
+@_NUM_PROMPTS
+@click.option("--new-tokens", type=_COUNT, default=128, show_default=True, help="Sampled after each prompt")
+@click.option("--bound", type=click.FloatRange(0), default=0.002, show_default=True, help="Of the divergence, cold")
+@click.option("--warm-bound", type=click.FloatRange(0), default=0.01, show_default=True, help="After prefix hits")
+@_PARALLEL
+@_JSON
+def kl(url: str, prompts: Path | None, num_prompts: int, bound: float, warm_bound: float, **values: Any) -> None:
+    """Log-probabilities of decoding against those of a prefill of the same tokens."""
+    from accuracy.prompts import load_prompts
+    from cli.gate import checks
+
+    loaded = load_prompts(prompts, num_prompts)
+    _check(checks.kl(checked_url("url", url), loaded, bounds=(bound, warm_bound), **values))
+
+
+@gate.command()
+@_URL
+@click.option("--baseline", required=True, metavar="URL", help="The server whose tokens are right")
+@_PROMPTS
+@_NUM_PROMPTS
+@click.option("--new-tokens", type=_COUNT, default=64, show_default=True, help="Compared after each prompt")
+@click.option(
+    "--tie",
+    type=click.FloatRange(0),
+    default=1e-4,
+    show_default=True,
+    help="Gap of log-probabilities below which either token will do (bfloat16: 0.12)",
+)
+@_PARALLEL
+@_JSON
+def parity(url: str, baseline: str, prompts: Path | None, num_prompts: int, **values: Any) -> None:
+    """Greedy tokens against another server's, cold and warm."""
+    from accuracy.prompts import load_prompts
+    from cli.gate import checks
+
+    loaded, other = load_prompts(prompts, num_prompts), checked_url("baseline", baseline)
+    _check(checks.parity(checked_url("url", url), other, loaded, **values))
+
+
+@gate.command()
+@_URL
+@click.option("--unified", required=True, metavar="URL", help="A unified node of the same model: the reference")
+@click.option("--prompt", help="What to ask")
+@click.option(
+    "--answers",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="answers.jsonl of a gate: ask what was answered wrong there",
+)
+@click.option("--id", "question", help="This question of --answers, e.g. gsm8k/17")
+@click.option("--max-tokens", type=_COUNT, default=256, show_default=True, help="Of the answer")
+@click.option("--stop", multiple=True, default=("Question",), show_default=True, help="May be given several times")
+@click.option("--tolerance", type=click.FloatRange(0), help="Relative distance; by the nodes' dtype by default")
+@_JSON
+def bisect(
+    url: str, unified: str, prompt: str | None, answers: Path | None, question: str | None, **values: Any
+) -> None:
+    """The first part of the state that is not the unified node's, for one prompt."""
+    from cli.gate import checks
+
+    if (prompt is None) == (answers is None):
+        raise click.UsageError("give either --prompt or --answers")
+    asked = {"text": prompt} if answers is None else checks.failing_prompt(answers, question)
+    _check(checks.bisect_prompt(checked_url("url", url), checked_url("unified", unified), asked, **values))
+
+
+@gate.command()
+@click.option("--fault", "faults", multiple=True, help="Only these; may be given several times. All by default")
+@click.option("--num-questions", type=_COUNT, default=40, show_default=True, help="Of gsm-mini, asked cold and warm")
+@click.option("--parallel", type=_COUNT, default=16, show_default=True, help="Requests at once")
+@click.option("--threshold", type=_SHARE, default=0.87, show_default=True, help="Accuracy that every run must reach")
+@click.option("--model-path", default=str(BUNDLED_MODEL), show_default="the bundled tandem-mini")
+@click.option("--node-option", "node_options", multiple=True, help="One more word of every node's options; repeatable")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("gate-results/mutate"),
+    show_default=True,
+    help="Folder of the table, the answers and the nodes' logs",
+)
+def mutate(faults: tuple[str, ...], node_options: tuple[str, ...], output: Path, **values: Any) -> None:
+    """Known faults put in on purpose: how far accuracy falls, and what catches each. Starts its own nodes."""
+    from cli.gate.checks import write_json
+    from cli.gate.mutate import mutate as run
+    from cli.gate.mutate import mutate_options, show
+
+    options = mutate_options(faults, node_options, output=output, **values)
+
+    async def trial() -> int:
+        found = await run(options, click.echo)
+        show(found)
+        write_json(output / "mutate.json", found)
+        return 0 if all(one.as_expected for one in found) else 1
+
+    _check(trial())
+
+
+def _check(asking: Coroutine[Any, Any, int]) -> NoReturn:
+    """End with the status of a check; 2 when it could not be made."""
+    try:
+        sys.exit(asyncio.run(asking))
+    except WorkerError as error:
+        click.echo(f"tandem: invalid: {error.message}", err=True)
+        sys.exit(2)
 
 
 def checked_url(name: str, url: str) -> str:
