@@ -64,7 +64,7 @@ class Process:
         self._keeper = asyncio.create_task(self._keep())
 
     async def _launch(self) -> None:
-        with self.log.open("ab") as output:
+        with self.log.open("ab" if self.lives else "wb") as output:
             self.process = await asyncio.create_subprocess_exec(
                 *self.command,
                 cwd=_REPO,
