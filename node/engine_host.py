@@ -241,7 +241,7 @@ def resolve_states(engine: EngineConfig, hybrid: HybridConfig, device: str) -> T
 
 
 def resolve_row_slots(engine: EngineConfig, device: str) -> int:
-    """How many slots are kept from saved states. Only the CPU gains by that, and only where there are enough of them."""
+    """How many slots are kept from saved states. Only the CPU gains by that, and only where there are enough."""
     has_enough = engine.max_state_slots > 2 * engine.max_running_requests
     return engine.max_running_requests if device == "cpu" and has_enough else 0
 
