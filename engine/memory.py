@@ -11,7 +11,7 @@ the tree already had stay its own until it ends: a transfer or a step in flight 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -248,3 +248,18 @@ class SequenceMemory:
         if sequence.checkpoint is not None:
             self._unlock(sequence.checkpoint.lock)
             sequence.checkpoint = None
+
+    # -- integrity -------------------------------------------------------------------------------
+
+    def check_integrity(self, *, request_pages: Iterable[int], request_slots: Iterable[int]) -> None:
+        """AssertionError unless free + owned by requests + cached = all, for pages and slots. Slow.
+
+        request_pages, request_slots: what the requests own themselves.
+        """
+        if self.cache is not None:
+            self.cache.check_integrity(request_pages=request_pages, request_slots=request_slots)
+            return
+        for allocator, owned in ((self.pages, request_pages), (self.slots, request_slots)):
+            allocator.check_integrity()
+            items = sorted(item for items in allocator.owned().values() for item in items)
+            assert items == sorted(owned), f"{items} owned, {sorted(owned)} by requests"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from node.accounting import Accounts, LeakDetector, Rooms
 from node.messages import Failure, FromRank, Query, Ready, Reply, Submit, Timing, Update, Updates
 from node.state_log import StateLog
 from node.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
 
 Allocate = Callable[[int], Tensor]
 
@@ -79,6 +82,8 @@ class EngineHost:
         self.sequences: dict[str, Sequence] = {}
         self.accounts = Accounts(self.scheduler, self.sequences)
         self.leaks = LeakDetector()
+        self.integrity_failures = 0
+        self._num_ended_when_checked = 0
         self.states = StateLog(self.runner.pools)
         self.num_finished = self.num_failed = 0
         self.updates: list[Update] = []
@@ -191,8 +196,22 @@ class EngineHost:
         self.outbox.append(reply)
 
     def watch(self, rooms: Rooms, now: float) -> None:
-        """Look for leaks. To be called about once a second; now: of the monotonic clock."""
+        """Look for leaks, and when nothing is there any more at everything. To be called about once a second; now: of
+        the monotonic clock."""
         self.leaks.look(self.accounts.unowned(rooms), now)
+        is_idle = not (self.sequences or rooms.views or rooms.strays or self.scheduler.has_work())
+        ended = self.num_finished + self.num_failed
+        if is_idle and ended != self._num_ended_when_checked:
+            self._num_ended_when_checked = ended
+            self._check_integrity()
+
+    def _check_integrity(self) -> None:
+        """A rank whose books do not balance goes on serving, but says so."""
+        try:
+            self.scheduler.memory.check_integrity(request_pages=[], request_slots=[])
+        except AssertionError as error:
+            self.integrity_failures += 1
+            log.error("integrity of pages and slots: %s", error)
 
     def debug(self, rooms: Rooms, limit: int) -> dict[str, Any]:
         """Who owns what since when, as /debug/state shows it; at most `limit` entries of each kind."""
@@ -216,6 +235,7 @@ class EngineHost:
             "requests_failed": self.num_failed,
             "leaks": self.leaks.num_now,
             "leaks_total": self.leaks.total,
+            "integrity_failures": self.integrity_failures,
             **self.accounts.sizes(rooms),
             "pages_total": memory.pages.num_usable,
             "pages_free": memory.pages.num_free,

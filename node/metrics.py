@@ -106,6 +106,7 @@ COUNTERS: tuple[Value | Split, ...] = (
     Split("tandem_transfer_bytes", "Bytes of hand-offs that succeeded", "part", "transfer.bytes"),
     Split("tandem_digest_mismatches", "Parts that did not arrive intact", "part", "transfer.digest_mismatches"),
     Value("tandem_leaks", "Items that were owned by nobody for 10 s", "leaks_total"),
+    Value("tandem_integrity_failures", "Idle checks of all pages and slots that failed", "integrity_failures"),
 )
 
 

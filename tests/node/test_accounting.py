@@ -51,6 +51,27 @@ def run_to(ranks: Ranks, num_tokens: int, request: Request = LONG) -> Outcome:
     return outcome
 
 
+# Integrity
+
+
+def integrity_failures(role: Any) -> int:
+    role.watch(time.monotonic())
+    return int(ask(role, "state")["integrity_failures"])
+
+
+def test_books_that_do_not_balance_are_noticed_when_the_rank_is_idle(unified: Ranks) -> None:
+    run_to(unified, 3)
+    host = unified.roles[0].host  # type: ignore[attr-defined]
+    memory = host.scheduler.memory
+    memory.slots._free.append(memory.slots._free[0])
+    assert integrity_failures(unified.roles[0]) == 0, "it is not idle"
+    unified.run_until(lambda: not host.sequences)
+
+    assert integrity_failures(unified.roles[0]) == 1
+    assert integrity_failures(unified.roles[0]) == 1, "looked at once after each request"
+    memory.slots._free.pop()
+
+
 # Leaks
 
 

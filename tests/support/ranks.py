@@ -343,12 +343,7 @@ def check_integrity(role: RankRole) -> None:
     tracks = [share.track.slot for share in shares if share.track] + [getattr(r, "track_slot", None) for r in rooms]
     spare = [slot for s in owners.values() for slot in s.spare_slots]
     slots = [slot for slot in (*(s.slot for s in owners.values()), *tracks, *spare) if slot is not None]
-    if memory.cache is not None:
-        memory.cache.check_integrity(request_pages=pages, request_slots=slots)
-        return
-    for allocator, owned in ((memory.pages, pages), (memory.slots, slots)):
-        allocator.check_integrity()
-        assert sorted(item for items in allocator.owned().values() for item in items) == sorted(owned)
+    memory.check_integrity(request_pages=pages, request_slots=slots)
 
 
 def is_unowned(scheduler: Scheduler) -> bool:
