@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from accuracy.tasks import Task
 
 Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
 
 _SHARE = click.FloatRange(0, 1)
 _COUNT = click.IntRange(1)
 
-_OPTIONS = (
+_SERVER = (
     click.option("--url", default="http://127.0.0.1:30000", show_default=True, help="Router, node or any other server"),
     click.option("--baseline", metavar="URL", help="Ask this server the same, and compare pair by pair"),
     click.option(
@@ -32,6 +33,10 @@ _OPTIONS = (
         help="/generate, /v1/completions or /v1/chat/completions; found out by default",
     ),
     click.option("--model", help="Name for the completions; the first one served by default"),
+    click.option("--resume", is_flag=True, help="Go on where an earlier gate with the same settings was stopped"),
+)
+
+_ASKING = (
     click.option("--num-questions", type=_COUNT, default=200, show_default=True),
     click.option("--shots", type=click.IntRange(0), default=5, show_default=True, help="Examples before each question"),
     click.option("--shuffle", type=int, metavar="SEED", help="Ask in another order"),
@@ -58,7 +63,6 @@ _OPTIONS = (
         type=click.Path(path_type=Path, file_okay=False),
         help="Folder of answers and reports; gate-results/TASK by default",
     ),
-    click.option("--resume", is_flag=True, help="Go on where an earlier gate with the same settings was stopped"),
     click.option(
         "--history",
         type=click.Path(path_type=Path, file_okay=False),
@@ -67,37 +71,48 @@ _OPTIONS = (
 )
 
 
+_DATA = click.option(
+    "--data",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="gsm8k's test.jsonl; fetched once from its public address by default",
+)
+
+
 @click.group()
 def gate() -> None:
     """Accuracy of a server, with a verdict: 0 pass, 1 fail, 2 invalid."""
 
 
-def _with_options(command: Command) -> Command:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+def _with(*options: Decorator) -> Decorator:
+    """Give a command all of these options."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 @gate.command()
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="gsm8k's test.jsonl; fetched once from its public address by default",
-)
-@_with_options
+@_DATA
+@_with(*_SERVER, *_ASKING)
 def gsm8k(data: Path | None, num_questions: int, shots: int, shuffle: int | None, **values: Any) -> None:
     """The questions of gsm8k, asked as SGLang's own test asks them."""
+    _run(_gsm8k(data, num_questions, shots).shuffled(shuffle), values)
+
+
+def _gsm8k(data: Path | None, num_questions: int, shots: int) -> Task:
+    """Raises ConfigError."""
     from accuracy.gsm8k import default_file, fetch
     from accuracy.tasks import gsm8k_task
 
-    path = fetch(default_file()) if data is None else data
-    task = gsm8k_task(path, count=num_questions, shots=shots)
-    _run(task.shuffled(shuffle), values)
+    return gsm8k_task(fetch(default_file()) if data is None else data, count=num_questions, shots=shots)
 
 
 @gate.command("gsm-mini")
 @click.option("--seed", type=int, default=0, show_default=True, help="Which questions")
-@_with_options
+@_with(*_SERVER, *_ASKING)
 def gsm_mini(seed: int, num_questions: int, shots: int, shuffle: int | None, **values: Any) -> None:
     """Held-out word problems that the bundled tandem-mini can solve."""
     from accuracy.tasks import gsm_mini_task
@@ -240,6 +255,54 @@ def mutate(faults: tuple[str, ...], node_options: tuple[str, ...], output: Path,
         return 0 if all(one.as_expected for one in found) else 1
 
     _check(trial())
+
+
+@gate.command()
+@click.option("--task", "name", type=click.Choice(["gsm8k", "gsm-mini"]), default="gsm8k", show_default=True)
+@_DATA
+@click.option("--model-path", required=True, help="Hugging Face folder of the model")
+@click.option("--node-option", "node_options", multiple=True, help="One more word of every node's options; repeatable")
+@click.option("--setting", "settings", multiple=True, help="extra_buffer or no_buffer; repeatable. All by default")
+@click.option("--unified/--no-unified", default=True, show_default=True, help="Pair with a unified node")
+@click.option(
+    "--start-timeout", "start_timeout_s", type=float, default=1800.0, show_default=True, help="Of a stack, seconds"
+)
+@_with(*_ASKING)
+def nightly(
+    name: str,
+    data: Path | None,
+    num_questions: int,
+    shots: int,
+    shuffle: int | None,
+    settings: tuple[str, ...],
+    model_path: str,
+    node_options: tuple[str, ...],
+    unified: bool,
+    start_timeout_s: float,
+    **values: Any,
+) -> None:
+    """A stack for each setting, gated one after the other: for every night. Starts its own nodes."""
+    from accuracy.tasks import gsm_mini_task
+    from cli.gate.console import Bars, show_report
+    from cli.gate.nightly import NightlyOptions, checked_settings, exit_code
+    from cli.gate.nightly import nightly as run
+
+    mini = name == "gsm-mini"
+    task = gsm_mini_task(seed=0, count=num_questions, shots=shots) if mini else _gsm8k(data, num_questions, shots)
+    served = {"url": "http://127.0.0.1", "baseline": None, "api": "generate", "model": None, "resume": False}
+    options = NightlyOptions(
+        settings=checked_settings(settings),
+        node_options=("--model-path", model_path, *node_options),
+        unified=unified,
+        start_timeout_s=start_timeout_s,
+        gate=gate_options("nightly", values | served),
+    )
+    with Bars() as bars:
+        outcomes = asyncio.run(run(task.shuffled(shuffle), options, bars, click.echo, show_report))
+    for outcome in outcomes:
+        click.echo(f"{outcome.setting}: {outcome.verdict}{' and drifts' if outcome.drifts else ''}")
+    click.echo(f"written: {options.gate.output / 'index.html'}")
+    sys.exit(exit_code(outcomes))
 
 
 def _check(asking: Coroutine[Any, Any, int]) -> NoReturn:

@@ -53,6 +53,13 @@ class Bars:
 
 
 def show(report: Report, written: list[Path]) -> None:
+    """The table, the verdict and where more is to be read, on stdout."""
+    show_report(report)
+    line = f"written: {', '.join(map(str, written))}"
+    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_report(report: Report) -> None:
     """The table and the verdict, on stdout."""
     console = Console()
     if not console.is_terminal:
@@ -61,8 +68,8 @@ def show(report: Report, written: list[Path]) -> None:
     for line in _findings(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"verdict: {report.verdict}", style=_STYLES[report.verdict])
-    for line in (*(f"  {reason}" for reason in report.reasons), f"written: {', '.join(map(str, written))}"):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for reason in report.reasons:
+        console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _findings(report: Report) -> Iterator[str]:
