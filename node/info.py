@@ -13,6 +13,7 @@ from node.answers import WEIGHT_VERSION
 from node.limits import ServingLimits
 from node.messages import Ready
 from node.tokenizer import load_json
+from transfer.messages import PROTOCOL_VERSION
 
 
 def model_info(config: NodeConfig) -> dict[str, Any]:
@@ -56,6 +57,7 @@ def server_info(
         "bootstrap_port": bootstrap_port,
         "transport": first.transport,
         "fingerprint": first.fingerprint,
+        "handoff": f"protocol {PROTOCOL_VERSION}, verify {config.transfer.verify.value}",
         "weight_version": WEIGHT_VERSION,
         "resumes_answers": True,
         "version": version("tandem-serve"),

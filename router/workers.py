@@ -34,8 +34,9 @@ class Worker:
     """One node as the router sees it.
 
     host: what the other leg calls it by (of a prefill worker: where its rooms are opened). fingerprint: of its state
-    layout, None while unknown or when it publishes none. resumes: whether it goes on with answers that others began.
-    instance: of the process, None when it tells none. reason: why it is not alive. unanswered: checks in a row.
+    layout, handoff: how it hands state over; None while unknown or when it publishes none. resumes: whether it goes on
+    with answers that others began. instance: of the process, None when it tells none. reason: why it is not alive.
+    unanswered: checks in a row.
     """
 
     role: Role
@@ -44,11 +45,16 @@ class Worker:
     bootstrap_port: int | None
     alive: bool = False
     fingerprint: str | None = None
+    handoff: str | None = None
     resumes: bool = False
     instance: str | None = None
     reason: str = "not checked yet"
     unanswered: int = 0
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fits(self, other: Worker) -> bool:
+        """Whether these two can hand over state."""
+        return (self.fingerprint, self.handoff) == (other.fingerprint, other.handoff)
 
     def describe(self) -> dict[str, Any]:
         state = {"role": self.role.value, "url": self.url, "alive": self.alive, "fingerprint": self.fingerprint}
@@ -111,7 +117,7 @@ class Workers:
     # Choosing
 
     def pick(self, failed: Collection[Pair] = (), *, resumes: bool = False) -> Pair:
-        """A live pair with equal fingerprints, each side by turns in random order, so that every pair is formed.
+        """A live pair that fits together, each side by turns in random order, so that every pair is formed.
 
         failed: pairs that are not to be picked; workers of none of them come first. resumes: only workers that go on
         with answers that others began. Raises WorkerError (503).
@@ -119,7 +125,7 @@ class Workers:
         decode = [worker for worker in self.decode if worker.alive and worker.resumes >= resumes]
 
         def partners(prefill: Worker) -> list[Worker]:
-            return [d for d in decode if d.fingerprint == prefill.fingerprint and (prefill, d) not in failed]
+            return [d for d in decode if d.fits(prefill) and (prefill, d) not in failed]
 
         candidates = [p for p in self.prefill if p.alive and p.resumes >= resumes and partners(p)]
         if not candidates:
@@ -129,8 +135,8 @@ class Workers:
         return Pair(prefill, self._deal(_untried(partners(prefill), tried)))
 
     def has_pair(self) -> bool:
-        prefill = {worker.fingerprint for worker in self.prefill if worker.alive}
-        return any(worker.alive and worker.fingerprint in prefill for worker in self.decode)
+        prefill = [worker for worker in self.prefill if worker.alive]
+        return any(d.alive and d.fits(p) for d in self.decode for p in prefill)
 
     def _deal(self, workers: list[Worker]) -> Worker:
         """One of those that have not had their turn yet; when all have had it, the next round begins."""
@@ -149,12 +155,13 @@ class Workers:
         return "; ".join(["no pair of workers fits together", *self.mismatches()])
 
     def mismatches(self) -> tuple[str, ...]:
-        """A line for each two live workers of different fingerprints, naming both."""
+        """A line for each two live workers that do not fit together, naming both."""
+        pairs = [(p, d) for p in self.prefill for d in self.decode if p.alive and d.alive and not p.fits(d)]
         return tuple(
             f"{p.url} has state layout {p.fingerprint}, {d.url} has {d.fingerprint}"
-            for p in self.prefill
-            for d in self.decode
-            if p.alive and d.alive and p.fingerprint != d.fingerprint
+            if p.fingerprint != d.fingerprint
+            else f"{p.url} hands over by {p.handoff}, {d.url} by {d.handoff}"
+            for p, d in pairs
         )
 
     # Health
@@ -204,7 +211,8 @@ class Workers:
         worker.alive, worker.reason = False, "asked what it is"
         answer = await self._network.send("GET", f"{worker.url}/server_info", limit_s=self._check_limit_s)
         info = _server_info(await answer.read()) if answer.status == 200 else _ServerInfo()
-        worker.fingerprint, worker.resumes, worker.instance = info.fingerprint, info.resumes_answers, instance
+        worker.fingerprint, worker.handoff = info.fingerprint, info.handoff
+        worker.resumes, worker.instance = info.resumes_answers, instance
         worker.alive, worker.reason = True, ""
         log.info("%s worker %s is alive (state layout %s)", worker.role.value, worker.url, worker.fingerprint)
         self._log_new_mismatches()
@@ -234,6 +242,7 @@ def _untried(workers: list[Worker], tried: Collection[Worker]) -> list[Worker]:
 
 class _ServerInfo(msgspec.Struct):
     fingerprint: str | None = None
+    handoff: str | None = None
     resumes_answers: bool = False
 
 

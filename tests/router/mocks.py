@@ -30,6 +30,7 @@ class MockWorker:
         self.role = role
         self.port = 0
         self.fingerprint: str | None = "f0"
+        self.handoff: str | None = None
         self.resumes = False
         self.instance: str | None = None
         self.healthy = True
@@ -110,7 +111,11 @@ class MockWorker:
         return web.json_response({"instance": self.instance})
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        info = {"fingerprint": self.fingerprint, "internal_states": [{"rank": 0, "of": self.role}]}
+        info = {
+            "fingerprint": self.fingerprint,
+            "handoff": self.handoff,
+            "internal_states": [{"rank": 0, "of": self.role}],
+        }
         return web.json_response(info | ({"resumes_answers": True} if self.resumes else {}))
 
     async def _model_info(self, _: web.Request) -> web.Response:

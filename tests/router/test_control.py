@@ -85,6 +85,20 @@ async def test_only_equal_fingerprints_are_paired(four: list[MockWorker], caplog
         assert any("state layout aa" in record.getMessage() for record in caplog.records)
 
 
+async def test_only_nodes_of_one_protocol_are_paired(four: list[MockWorker]) -> None:
+    """As while the nodes are replaced by those of a newer version, one after the other."""
+    for worker, handoff in zip(four, ("protocol 4", "protocol 5", "protocol 4", "protocol 5"), strict=True):
+        worker.handoff = handoff
+    async with run_router(config_of(four[:2], four[2:])) as router:
+        await router.until_alive()
+        for i in range(8):
+            await router.generate(rid=f"r{i}")
+        old, new = ([[body["rid"] for body in worker.bodies] for worker in four[i::2]] for i in (0, 1))
+        assert old[0] == old[1] and new[0] == new[1] and len(old[0]) == len(new[0]) == 4
+        mismatches = (await router.client.get("/server_info")).json()["mismatches"]
+        assert f"{four[0].url} hands over by protocol 4, {four[3].url} by protocol 5" in mismatches
+
+
 async def test_fingerprints_without_any_pair(router: RunningRouter, decode: MockWorker) -> None:
     """A worker that comes back as another model is noticed."""
     decode.healthy = False
