@@ -149,7 +149,7 @@ class _Run:
                 await held.enter_async_context(self._in_use[name])
             serving = await self._fleet.all_healthy([self._fleet.nodes[name] for name in twins], end_s)
             await asyncio.sleep(_NOTICE_S if twins else 0.0)
-            done = serving and await _do(fault, self._fleet.nodes[fault.node])
+            done = serving and time.monotonic() < end_s and await _do(fault, self._fleet.nodes[fault.node])
         self._report.done.append(f"{fault}{'' if done else ' (left out: the node or its twin was not there)'}")
 
     def _compare_memory(self) -> None:
