@@ -37,7 +37,8 @@ class Lease:
     """address: of the bootstrap endpoint. deadline_s: on the monotonic clock.
 
     writer: the instance of the sender that was told of the pages; None while none was. incoming: the digests of what is
-    here already; None when verify is off.
+    here already; None when verify is off. connections: what is left of those that the sender has closed because a write
+    of it failed; None unless it says so.
     """
 
     address: RoomAddress
@@ -47,6 +48,7 @@ class Lease:
     writer: str | None = None
     incoming: Incoming | None = None
     waiting_for: str = "the prefill node"
+    connections: set[str] | None = None
 
     @property
     def room(self) -> int:

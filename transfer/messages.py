@@ -28,7 +28,7 @@ from common.config import Verify
 from common.errors import ErrorRecord
 from common.layout import PoolPlacement, StateLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class TrackState(enum.StrEnum):
@@ -174,8 +174,12 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nothing more is written for this lease. cut: a write of it failed and was ended by closing its connection; what
+    is left in that may land until it is gone."""
+
     room: int
     lease: int
+    cut: bool = False
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag=True):

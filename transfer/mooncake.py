@@ -39,14 +39,19 @@ _WRITE_CODES = {-1: "the peer could not be reached or refused the write", -202: 
 class MooncakeTransport:
     """One initialised engine. `data_port` is where peers' TCP writes come in (None for RDMA and NVLink)."""
 
-    def __init__(self, engine: Any, host: str, protocol: Protocol, data_port: int | None) -> None:
-        self.name = f"mooncake-{protocol.value}"
-        self.session = f"{host}:{engine.get_rpc_port()}"
-        self._engine = engine
-        self._data_port = data_port
+    def __init__(self, config: TransferConfig) -> None:
+        """Raises ConfigError as `open_mooncake` does."""
+        self.name = f"mooncake-{config.protocol.value}"
+        self._config = config
+        self._engine, self._data_port = _start_engine(config)
         self._lock = threading.Lock()
         self._buffers: list[mmap.mmap] = []
+        self._registered: dict[int, int] = {}
         self._pace = Pace()
+
+    @property
+    def session(self) -> str:
+        return f"{self._config.host}:{self._engine.get_rpc_port()}"
 
     def host_buffer(self, nbytes: int) -> memoryview:
         buffer = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
@@ -56,14 +61,21 @@ class MooncakeTransport:
         return memoryview(buffer)
 
     def register(self, address: int, nbytes: int) -> None:
-        code = self._engine.register_memory(address, nbytes)
+        with self._lock:
+            self._register(self._engine, address, nbytes)
+            self._registered[address] = nbytes
+
+    def _register(self, engine: Any, address: int, nbytes: int) -> None:
+        code = engine.register_memory(address, nbytes)
         if code:
             raise TransferError(
                 f"{self.name} could not register {nbytes} bytes: {_meaning(code)} (ulimit -l)", code="register_failed"
             )
 
     def unregister(self, address: int) -> None:
-        code = self._engine.unregister_memory(address)
+        with self._lock:
+            code = self._engine.unregister_memory(address)
+            self._registered.pop(address, None)
         if code:
             raise TransferError(f"{self.name} could not unregister {address:#x}: {_meaning(code)}", code="bad_address")
 
@@ -108,6 +120,19 @@ class MooncakeTransport:
     def outbound(self) -> frozenset[str]:
         return frozenset(socket.local for socket in own_sockets() if not socket.listening)
 
+    def reopen(self) -> bool:
+        """A new engine in place of the old one, whose destructor closes its connections: Mooncake goes on with a write
+        that it has reported as failed, for as long as the connection lives."""
+        if self._data_port is None:
+            return False
+        engine, data_port = _start_engine(self._config)
+        with self._lock:
+            for address, nbytes in self._registered.items():
+                self._register(engine, address, nbytes)
+            self._engine, self._data_port = engine, data_port
+        log.info("%s began anew, session %s", self.name, self.session)
+        return True
+
     def close(self) -> None:
         """End the engine (its destructor closes every connection); buffers live on while somebody holds a view."""
         self._engine = None
@@ -129,7 +154,14 @@ class Pace:
 
 
 def open_mooncake(config: TransferConfig) -> MooncakeTransport:
-    """An engine that speaks exactly the protocol asked for. Raises ConfigError, with Mooncake's own words at hand."""
+    """A transport that speaks exactly the protocol asked for. Raises ConfigError, with Mooncake's own words at hand."""
+    transport = MooncakeTransport(config)
+    log.info("transport installed: %s, session %s", transport.name, transport.session)
+    return transport
+
+
+def _start_engine(config: TransferConfig) -> tuple[Any, int | None]:
+    """An engine and its TCP data port. Raises ConfigError."""
     _set_environment(config)
     module = _load()
     if config.protocol is Protocol.NVLINK and not (module.SUPPORT_MNNVL or module.SUPPORT_INTRA_NVLINK):
@@ -154,9 +186,7 @@ def open_mooncake(config: TransferConfig) -> MooncakeTransport:
     data_ports = [port for port in listening if port != rpc_port]
     _check_installed(config.protocol, data_ports)
     _check_devices(config.device)
-    transport = MooncakeTransport(engine, config.host, config.protocol, data_ports[0] if data_ports else None)
-    log.info("transport installed: %s, session %s", transport.name, transport.session)
-    return transport
+    return engine, data_ports[0] if data_ports else None
 
 
 def _check_installed(wanted: Protocol, data_ports: Sequence[int]) -> None:

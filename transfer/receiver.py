@@ -5,9 +5,10 @@
     decline ─► look up the rank, connect ─► Decline; nothing is lent, nothing is told
     anything wrong, at any time: RoomFailed at once (DRAINING), Released when no write of the room can land any more
 
-No write can land any more when the sender says Drained, or when the sender is dead and the last of its data connections
-to this process is gone. Dead is a sender at whose address nobody listens any more, or another process does. Time alone
-frees nothing: a stopped sender may wake up and write.
+No write can land any more when the sender says Drained (and, when it had to close connections because a write failed,
+the last of them is gone), or when the sender is dead and the last of its data connections is gone. Dead is a sender at
+whose address nobody listens any more, or another process does. Time alone frees nothing: a stopped sender may wake up
+and write.
 
 Threads: the scheduler calls; one loop thread does everything else. A lock guards leases and peers; nobody waits while
 holding it.
@@ -77,7 +78,7 @@ class _Fence:
     rank: Address
     asked_s: float
     dead: bool = False
-    connections: frozenset[str] | None = None
+    connections: set[str] | None = None
 
 
 class DecodeTransfer:
@@ -376,7 +377,12 @@ class DecodeTransfer:
     def _drained(self, link: Link, message: Drained) -> None:
         with self._lock:
             lease = self._lease_of(link, message)
-            if lease is not None and lease.state is LeaseState.DRAINING:
+            if lease is None or lease.state is not LeaseState.DRAINING:
+                return
+            if message.cut:
+                lease.connections = self._connections_of_nobody()
+                self._check_fences()
+            else:
                 self._release(lease)
 
     def _landed(self, link: Link, message: Landed) -> None:
@@ -468,31 +474,43 @@ class DecodeTransfer:
         """The sender is dead. What it sent may still be on its way; ask the living which connections are theirs."""
         if fence.dead:
             return
-        fence.dead, fence.connections = True, self._transport.inbound()
-        for other in self._links.values():
-            other.channel.send(Ping(lanes=True))
+        fence.dead, fence.connections = True, self._connections_of_nobody()
         self._check_fences()
+
+    def _connections_of_nobody(self) -> set[str] | None:
+        """The data connections. The living are asked which of them are theirs; `_exempt` takes those out."""
+        for link in self._links.values():
+            link.channel.send(Ping(lanes=True))
+        inbound = self._transport.inbound()
+        return None if inbound is None else set(inbound)
 
     def _exempt(self, message: Pong) -> None:
         if message.lanes is None:
             return
         with self._lock:
-            for fence in self._fences.values():
-                if fence.connections is not None:
-                    fence.connections -= frozenset(message.lanes)
+            for left in self._awaited():
+                left.difference_update(message.lanes)
             self._check_fences()
 
+    def _awaited(self) -> list[set[str]]:
+        """The connections that fences and leases wait for to go."""
+        every = [fence.connections for fence in self._fences.values()]
+        every += [lease.connections for lease in self._leases.values()]
+        return [connections for connections in every if connections is not None]
+
     def _check_fences(self) -> None:
-        inbound = self._transport.inbound() if self._fences else None
-        for instance, fence in list(self._fences.items()):
-            if fence.connections is None or inbound is None:
-                continue
-            fence.connections &= inbound
-            if fence.connections:
-                continue
+        awaited = self._awaited()
+        inbound = self._transport.inbound() if awaited else None
+        if inbound is None:
+            return
+        for left in awaited:
+            left.intersection_update(inbound)
+        for instance in [instance for instance, fence in self._fences.items() if fence.connections == set()]:
             del self._fences[instance]
             for lease in self._of_writer(instance, LeaseState.DRAINING):
                 self._release(lease)
+        for lease in [lease for lease in self._leases.values() if lease.connections == set()]:
+            self._release(lease)
 
     async def _watch(self) -> None:
         """Look at the clocks."""

@@ -5,6 +5,7 @@
     Open  ──┘
     expect and Decline: RoomDeclined, Released
     anything wrong, at any time: RoomFailed at once, Released when no write is in flight (then decode hears Drained)
+    a write that failed may go on: decode hears Drained when its connections were closed, once nobody writes
 
 Threads: the scheduler calls; a loop thread talks to decode ranks; one worker per decode rank writes and hashes, so that
 a stuck peer holds up nobody else. A lock guards the rooms; nobody waits while holding it. What the scheduler sends
@@ -28,6 +29,7 @@ from common.layout import PoolPlacement, StateKind, StateLayout
 from transfer.channel import Channel
 from transfer.digest import StateReader
 from transfer.events import EventQueue, Offer, PrefillEvent, Released, RoomDeclined, RoomFailed, RoomOpened, Sent
+from transfer.gate import WriteGate
 from transfer.handshake import Identity, brief, read_key
 from transfer.link import Link, tick_s
 from transfer.loop import LoopThread
@@ -105,7 +107,9 @@ class PrefillTransfer:
         self._rooms: dict[int, Room] = {}
         self._peers: list[Peer] = []
         self._workers: set[threading.Thread] = set()
-        self._unsure: set[tuple[str, int]] = set()
+        self._gate = WriteGate()
+        self._doubts: dict[tuple[str, int], int] = {}
+        self._reopened = False
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
         key = read_key(config.cluster_key_file)
@@ -274,7 +278,7 @@ class PrefillTransfer:
             return
         if entry.open is not None and entry.peer is not None:
             if entry.unsure:
-                self._unsure.add((entry.peer.link.peer.instance, entry.open.lease))
+                self._doubts[entry.peer.link.peer.instance, entry.open.lease] = entry.room
             else:
                 entry.peer.link.channel.send(Drained(room=entry.room, lease=entry.open.lease))
         self._counts["failed"] += 1
@@ -383,8 +387,8 @@ class PrefillTransfer:
         if entry is not None and entry.is_lease(instance, message.lease):
             entry.peer = peer  # it may have re-connected
             self._fail(entry, from_record(message.error), tell=False)
-        elif (instance, message.lease) not in self._unsure:
-            peer.link.channel.send(Drained(room=message.room, lease=message.lease))
+        elif (instance, message.lease) not in self._doubts:
+            peer.link.channel.send(Drained(room=message.room, lease=message.lease, cut=self._reopened))
 
     def _lose(self, peer: Peer) -> None:
         error = WorkerError(f"decode rank {peer.link.peer.node_id} is gone", code="peer_lost")
@@ -468,7 +472,8 @@ class PrefillTransfer:
         block = Block(mine.base, theirs.base, min(pool.item_bytes, GREETING_BYTES), "greeting")
         for _ in range(GREETINGS):
             try:
-                self._transport.write(peer.link.peer.session, [block])
+                with self._gate.writing():
+                    self._transport.write(peer.link.peer.session, [block])
             except TransferError as error:
                 log.warning("decode rank %s cannot be written to yet: %s", peer.link.peer.node_id, brief(error))
             else:
@@ -482,7 +487,8 @@ class PrefillTransfer:
             entry.busy = True
         error: ServingError | None = None
         try:
-            self._write(entry, jobs)
+            with self._gate.writing():
+                self._write(entry, jobs)
         except ServingError as known:
             error = known
         except Exception as bug:
@@ -494,6 +500,32 @@ class PrefillTransfer:
                 self._fail(entry, error)
             else:
                 self._settle(entry)
+        self._clear_doubts()
+
+    def _clear_doubts(self) -> None:
+        """Close the connections of writes that have failed, so that they end, and tell decode; once nobody writes."""
+        if not self._doubts or not self._gate.close_if_idle():
+            return
+        with self._lock:
+            doubts = dict(self._doubts)
+        try:
+            reopened = self._transport.reopen()
+        except ServingError as error:
+            log.warning("failed writes are still in doubt: %s", brief(error))
+            return
+        finally:
+            self._gate.open()
+        if reopened:
+            self._tell_cut(doubts)
+
+    def _tell_cut(self, doubts: dict[tuple[str, int], int]) -> None:
+        """A decode rank that cannot hear it now will ask, with `Abort`, when it has connected again."""
+        with self._lock:
+            self._reopened = True
+            for (instance, lease), room in doubts.items():
+                self._doubts.pop((instance, lease), None)
+                for peer in [peer for peer in self._peers if peer.link.peer.instance == instance]:
+                    peer.link.channel.send(Drained(room=room, lease=lease, cut=True))
 
     def _write(self, entry: Room, jobs: Sequence[Job]) -> None:
         """Write, hash while the bytes are on their way, then commit; if there is more to come, say what has landed."""

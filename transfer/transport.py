@@ -71,6 +71,13 @@ class Transport(Protocol):
         """The near ends ("address:port") of this process' own connections."""
         ...
 
+    def reopen(self) -> bool:
+        """Make sure that writes which have failed do not go on: close every connection, and begin anew with the same
+        memory. Nobody may write meanwhile. False where it would not help: nothing tells what is still on its way.
+        Raises ServingError when it did not work; then everything is as before.
+        """
+        ...
+
     def close(self) -> None: ...
 
 

@@ -18,7 +18,6 @@ import pytest
 from common.config import EngineConfig
 from common.handoff import RoomAddress
 from node.messages import Abort, Submit
-from prefill_node.rank import PrefillRole
 from tests.support import failure_table
 from tests.support.held import HeldTransport, held_ranks
 from tests.support.ranks import Outcome, Ranks, Request
@@ -314,11 +313,6 @@ def step_decode_alone(ranks: Ranks) -> bool:
 
 def settle(case: Case, side: str, mark: str) -> None:
     """What is freed when."""
-    if mark == "broken, held":
-        case.until(lambda: not holds(case, "prefill"), 1)
-        assert holds(case, "decode") and case.leases() == {"draining": 1}
-    if mark.startswith("broken"):
-        close_as_a_dead_process(case.ranks.prefill)
     if not case.transport.land.is_set():
         linger(case, 0.05)
         assert holds(case, "prefill") and holds(case, "decode"), "a write is in flight"
@@ -335,8 +329,7 @@ def quiet(case: Case, mark: str, fault: str) -> None:
         return
     linger(case, max(BOOTSTRAP_S, TRANSFER_S, FIRST_TOKEN_S) + 0.3 if fault == "time-out" else 0.1)
     if fault == "transport error":
-        assert not holds(case, "prefill") and case.leases() == {"draining": 1}
-        close_as_a_dead_process(case.ranks.prefill)
+        case.until(lambda: not holds(case, "prefill") and not holds(case, "decode"), 1)
         return
     assert holds(case, "prefill") and holds(case, "decode"), "a write is in flight"
 
@@ -364,11 +357,6 @@ def stop_the_others(case: Case) -> None:
         if not outcome.ended:
             case.ranks.decode.abort(Abort(rid=rid))
     case.until(lambda: all(outcome.ended for outcome in case.ranks.outcomes.values()))
-
-
-def close_as_a_dead_process(prefill: PrefillRole) -> None:
-    """What a decode rank sees of a prefill process that ends: no connection, and nobody at its address."""
-    prefill.transfer.close()
 
 
 @pytest.mark.parametrize(("side", "state", "fault"), [cell for cell in CELLS if cell[2] == "out of slots"])

@@ -285,3 +285,39 @@ def test_an_idle_connection_that_is_dropped_is_made_again(config: Config, prefil
             link.channel.shut()
         d.until(lambda: not d.transfer.stats()["peers"] and not p.transfer.stats()["peers"])
     assert not any(isinstance(event, RoomFailed) for event in (*p.events, *d.events))
+
+
+def test_a_write_that_timed_out_is_ended_for_certain(config: Config, process: Make) -> None:
+    """Mooncake goes on with it when the stopped receiver does. The sender closes its connections instead."""
+    layout = wide_layout(32 << 20)
+    settings = config(transport=TransportName.MOONCAKE, liveness_timeout_s=LIVENESS_S, transfer_timeout_s=1.0)
+    p, d = process("prefill", settings, layout), process("decode", settings, layout)
+    for room in (1, 2):
+        p.say("expect", room, "r", 5)
+        d.say("open", address(p, room), "r", [room], room)
+        p.wait_for("RoomOpened", room)
+    d.signal(signal.SIGSTOP)
+    p.say("send_state", 1, 1, None)
+    for room in (1, 2):
+        p.wait_for("RoomFailed", room, 5)
+    p.wait_for("Released", 1, 10)  # the write has timed out
+    d.signal(signal.SIGCONT)
+    for room in (1, 2):
+        d.wait_for("Released", room, 10)
+    landed = digest(d)
+    time.sleep(0.3)
+    assert digest(d) == landed, "released, and written nevertheless"
+    p.say("expect", 3, "r", 5)
+    d.say("open", address(p, 3), "r", THERE, 2)
+    p.wait_for("RoomOpened", 3)
+    for command in (("send_pages", 3, 0, HERE), ("send_state", 3, 1, None), ("metadata", 3)):
+        p.say(*command)
+    d.wait_for("Committed", 3)
+
+
+def digest(process: Any) -> str:
+    """Of slot 1."""
+    process.say("digest", [], 1)
+    found: str = process.wait_for("digest")[1]
+    process.events.clear()
+    return found

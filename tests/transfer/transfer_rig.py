@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import threading
@@ -249,6 +250,8 @@ def main() -> None:
             side.transfer.abort(arguments[0], TransferError("told to"))
         elif method == "state":
             tell(["state", side.pools.state(*arguments).hex()])
+        elif method == "digest":
+            tell(["digest", hashlib.sha256(side.pools.state(*arguments)).hexdigest()])
         else:
             getattr(side.transfer, method)(*arguments)
     side.close()
