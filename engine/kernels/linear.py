@@ -117,58 +117,53 @@ def _project(
     enter()
     program, total = tl.program_id(0), blocks * steps
     first, last = program * total // programs, (program + 1) * total // programs
-    t = tl.arange(0, ROWS)
-    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
-    for at in range(first, last):
-        block = at // steps
-        step = at - block * steps
+    t, cells = tl.arange(0, ROWS), tl.arange(0, OUTPUTS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    size: tl.constexpr = (OUTPUTS + 1) * ROWS
+    for block in range(first // steps, tl.cdiv(last, steps)):
         o = block * OUTPUTS + tl.arange(0, OUTPUTS)
-        i = step * INPUTS + tl.arange(0, INPUTS)
-        weights = weight + tl.minimum(o, outputs - 1)[:, None] * inputs + i[None, :]
-        values = x + t[None, :] * x_stride + i[:, None]
-        if EVEN:
-            w = tl.load(weights)  # [OUTPUTS, INPUTS]
-            v = tl.load(values, mask=(t < rows)[None, :], other=0.0)  # [INPUTS, ROWS]
-        else:
-            w = tl.load(weights, mask=(i < inputs)[None, :], other=0.0)
-            v = tl.load(values, mask=(t < rows)[None, :] & (i < inputs)[:, None], other=0.0)
-        if NORM:
-            wide = v.to(tl.float32)
-            squares += tl.sum(wide * wide, 0)
-            v = (wide * tl.load(norm + i, mask=i < inputs, other=0.0)[:, None]).to(w.dtype)
-        acc = dot(w, v, acc)
-        if (step == steps - 1) | (at == last - 1):
-            done = at + 1 - tl.maximum(first, block * steps)
-            ready = done == steps
-            if not ready:
-                cells = tl.arange(0, OUTPUTS)[:, None] * ROWS + t[None, :]
-                size: tl.constexpr = (OUTPUTS + 1) * ROWS
-                own = partial + (program + block) * size  # no other program and block have this sum
-                tl.store(own + cells, acc)
-                tl.store(own + OUTPUTS * ROWS + t, squares)
-                tl.debug_barrier()
-                ready = tl.atomic_add(arrived + block, done, sem="acq_rel") + done == steps
-                if ready:
-                    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-                    squares = tl.zeros((ROWS,), tl.float32)
-                    lowest = ((block * steps + 1) * programs - 1) // total
-                    highest = ((block + 1) * steps * programs - 1) // total
-                    for other in range(lowest, highest + 1):
-                        theirs = partial + (other + block) * size
-                        acc += tl.load(theirs + cells, cache_modifier=".cg")
-                        squares += tl.load(theirs + OUTPUTS * ROWS + t, cache_modifier=".cg")
-                    tl.store(arrived + block, 0)
+        weights = weight + tl.minimum(o, outputs - 1)[:, None] * inputs
+        low, high = tl.maximum(first - block * steps, 0), tl.minimum(last - block * steps, steps)
+        acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        squares = tl.zeros((ROWS,), tl.float32)
+        for step in range(low, high):
+            i = step * INPUTS + tl.arange(0, INPUTS)
+            values = x + t[None, :] * x_stride + i[:, None]
+            if EVEN:
+                w = tl.load(weights + i[None, :])  # [OUTPUTS, INPUTS]
+                v = tl.load(values, mask=(t < rows)[None, :], other=0.0)  # [INPUTS, ROWS]
+            else:
+                w = tl.load(weights + i[None, :], mask=(i < inputs)[None, :], other=0.0)
+                v = tl.load(values, mask=(t < rows)[None, :] & (i < inputs)[:, None], other=0.0)
+            if NORM:
+                wide = v.to(tl.float32)
+                squares += tl.sum(wide * wide, 0)
+                v = (wide * tl.load(norm + i, mask=i < inputs, other=0.0)[:, None]).to(w.dtype)
+            acc = dot(w, v, acc)
+        ready = high - low == steps
+        if not ready:
+            own = partial + (program + block) * size  # no other program and block have this sum
+            tl.store(own + cells, acc)
+            tl.store(own + OUTPUTS * ROWS + t, squares)
+            tl.debug_barrier()
+            ready = tl.atomic_add(arrived + block, high - low, sem="acq_rel") + high - low == steps
             if ready:
-                if NORM:
-                    acc *= (1 / tl.sqrt(squares / inputs + eps))[None, :]
-                kept = (o < outputs)[:, None] & (t < rows)[None, :]
-                place = out + t[None, :] * outputs + o[:, None]
-                if SQUARE:
-                    acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
-                    acc *= acc
-                if ADD:
-                    acc += tl.load(place, mask=kept, other=0.0).to(tl.float32)
-                tl.store(place, acc.to(out.dtype.element_ty), mask=kept)
-            acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-            squares = tl.zeros((ROWS,), tl.float32)
+                acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+                squares = tl.zeros((ROWS,), tl.float32)
+                lowest = ((block * steps + 1) * programs - 1) // total
+                highest = ((block + 1) * steps * programs - 1) // total
+                for other in range(lowest, highest + 1):
+                    theirs = partial + (other + block) * size
+                    acc += tl.load(theirs + cells, cache_modifier=".cg")
+                    squares += tl.load(theirs + OUTPUTS * ROWS + t, cache_modifier=".cg")
+                tl.store(arrived + block, 0)
+        if ready:
+            if NORM:
+                acc *= (1 / tl.sqrt(squares / inputs + eps))[None, :]
+            kept = (o < outputs)[:, None] & (t < rows)[None, :]
+            place = out + t[None, :] * outputs + o[:, None]
+            if SQUARE:
+                acc = tl.maximum(acc.to(out.dtype.element_ty).to(tl.float32), 0.0)
+                acc *= acc
+            if ADD:
+                acc += tl.load(place, mask=kept, other=0.0).to(tl.float32)
+            tl.store(place, acc.to(out.dtype.element_ty), mask=kept)
