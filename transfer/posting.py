@@ -42,12 +42,21 @@ class Finish(NamedTuple):
 Job = Ready | Finish
 
 
+class Round(NamedTuple):
+    """Jobs that are written together. ready: what of them crosses. finishes: it is the last one of the room."""
+
+    blocks: list[Block]
+    ready: list[Ready]
+    finishes: bool
+
+
 class Posting:
     """mine, theirs: where the pools lie here and at decode. reader: None when verify is off and nothing is narrowed.
     staging: for narrowed SSM states, the worker's.
 
     For each of `rounds`: write its blocks and meanwhile `hash`; then `commit`. Belongs to the worker. payload: encoded
-    metadata. Each layer gets the pieces in the order of the prompt; what one layer gets does not wait for another.
+    metadata. one_at_a_time: a round must have landed before the next is asked for. Each layer gets the pieces in the
+    order of the prompt; what one layer gets does not wait for another.
     """
 
     def __init__(
@@ -62,12 +71,11 @@ class Posting:
     ) -> None:
         self._layout, self._mine, self._theirs, self._offer = layout, mine, theirs, offer
         self._verify, self._staging = verify, staging
+        self.one_at_a_time = staging is not None
         self._digesting = StateDigests(reader, verify) if reader is not None and verify is not Verify.OFF else None
         self._narrowed = {pool.layer: pool for pool in reader.pools if pool.narrowed} if reader is not None else {}
         self._staged: dict[bool, memoryview] = {}
         self._digests: dict[str, bytes] = {}
-        self._unhashed: list[Ready | Finish] = []
-        self._untold: list[Ready] = []
         kv = {pool.layer for pool in layout.pools if pool.kind is StateKind.KV}
         self._next_page = dict.fromkeys(sorted(kv), offer.num_cached_pages)
         self._no_state = {pool.layer for pool in layout.pools if pool.kind is not StateKind.KV}
@@ -76,53 +84,55 @@ class Posting:
         self.bytes_by_part: dict[str, int] = {}
         self.payload = b""
 
-    def rounds(self, jobs: Sequence[Job]) -> Iterator[list[Block]]:
-        """The blocks of these jobs. Write and hash each list before asking for the next, which uses its staging."""
+    def rounds(self, jobs: Sequence[Job]) -> Iterator[Round]:
+        """These jobs: the first one, then the others, so that it is on its way while they are planned.
+
+        With staging, layer by layer: each round uses the same memory. Raises TransferError: too many pages, or
+        a layer was left out.
+        """
         if self._staging is None:
-            yield self.add(jobs)
+            yield self._round(jobs[:1])
+            if jobs[1:]:
+                yield self._round(jobs[1:])
             return
         for job in jobs:
             match job:
                 case Ready(piece=piece, layers=layers):
                     for layer in layers:
-                        yield self.add([Ready(piece, range(layer, layer + 1))])
+                        yield self._round([Ready(piece, range(layer, layer + 1))])
                 case Finish():
-                    yield self.add([job])
+                    yield self._round([job])
 
-    def add(self, jobs: Sequence[Job]) -> list[Block]:
-        """The blocks to write for these jobs. Raises TransferError: too many pages, or a layer was left out."""
+    def _round(self, jobs: Sequence[Job]) -> Round:
         blocks: list[Block] = []
+        ready: list[Ready] = []
         for job in jobs:
             match job:
                 case Ready(piece=piece, layers=layers):
-                    job = Ready(self._wanted(piece, layers), layers)
-                    blocks += self._plan(job.piece, layers)
+                    wanted = self._wanted(piece, layers)
+                    blocks += self._plan(wanted, layers)
+                    ready.append(Ready(wanted, layers))
                 case Finish(metadata=metadata):
                     self._finish(metadata)
-            self._unhashed.append(job)
         for block in blocks:
             self.bytes_by_part[block.part] = self.bytes_by_part.get(block.part, 0) + block.nbytes
-        return coalesce(blocks)
+        return Round(coalesce(blocks), ready, finishes=any(isinstance(job, Finish) for job in jobs))
 
-    def hash(self) -> None:
-        """Take the digests of what was added since the last time."""
-        jobs, self._unhashed = self._unhashed, []
-        ready = [job for job in jobs if isinstance(job, Ready)]
-        self._untold += ready
+    def hash(self, done: Round) -> None:
+        """Take the digests of a round. Rounds come in their order, each once."""
         if self._digesting is None:
             return
-        for piece, layers in ready:
+        for piece, layers in done.ready:
             self._digesting.pages(layers, piece.pages)
             if piece.slot is not None:
                 self._digesting.slot(layers, piece.slot, track=False, narrowed=self._staged.get(False))
             if piece.track_slot is not None:
                 self._digesting.slot(layers, piece.track_slot, track=True, narrowed=self._staged.get(True))
-        if len(ready) < len(jobs):
+        if done.finishes:
             self._digests = self._digesting.digests() | {METADATA: metadata_digest(self.payload, self._verify)}
 
-    def landed(self) -> Landed:
-        """What was hashed and is written, since the last time, for decode to hash while this side computes."""
-        jobs, self._untold = self._untold, []
+    def landed(self, done: Round) -> Landed:
+        """That a round is written, for decode to hash while this side goes on."""
         landings = tuple(
             Landing(
                 first_layer=layers.start,
@@ -131,7 +141,7 @@ class Posting:
                 state=piece.slot is not None,
                 track=piece.track_slot is not None,
             )
-            for piece, layers in jobs
+            for piece, layers in done.ready
         )
         return Landed(room=self._offer.room, lease=self._offer.lease, landings=landings)
 

@@ -30,6 +30,7 @@ from transfer.channel import Channel
 from transfer.digest import StateReader
 from transfer.events import EventQueue, Offer, PrefillEvent, Released, RoomDeclined, RoomFailed, RoomOpened, Sent
 from transfer.gate import WriteGate
+from transfer.flight import Flight
 from transfer.handshake import Identity, brief, read_key
 from transfer.link import Link, tick_s
 from transfer.loop import LoopThread
@@ -47,7 +48,7 @@ from transfer.messages import (
 )
 from transfer.narrow import Staging, is_narrowed, staging_bytes, wire_dtype
 from transfer.plan import all_layers, batches
-from transfer.posting import Finish, Job, Piece, Posting, Ready
+from transfer.posting import Finish, Job, Piece, Posting, Ready, Round
 from transfer.room import Peer, Room, RoomState
 from transfer.server import FrameServer
 from transfer.transport import Block, Transport
@@ -55,6 +56,7 @@ from transfer.transport import Block, Transport
 log = logging.getLogger(__name__)
 
 MAX_WRITE_BYTES = 32 << 20
+WRITES_IN_FLIGHT = 2  # of a room
 ROOM_LIMIT = 2**63
 GREETINGS, GREETING_BYTES = 3, 4096
 
@@ -531,24 +533,29 @@ class PrefillTransfer:
         """Write, hash while the bytes are on their way, then commit; if there is more to come, say what has landed."""
         posting, peer = entry.posting, entry.peer
         assert posting is not None and peer is not None
-        wrote = False
-        for blocks in posting.rounds(jobs):
-            wrote |= bool(blocks)
-            for batch in batches(blocks, MAX_WRITE_BYTES):
-                if not entry.live:
-                    return
-                entry.unsure = True
-                wait = self._transport.begin(peer.link.peer.session, batch, entry.nth)
-                try:
-                    posting.hash()
-                finally:
-                    wait()
-                    entry.unsure = False
-            posting.hash()
+        landing: Round | None = None
+        with Flight(entry, self._transport, peer.link.peer.session) as flight:
+            for done in posting.rounds(jobs):
+                begun = 0
+                for batch in batches(done.blocks, MAX_WRITE_BYTES):
+                    flight.land(WRITES_IN_FLIGHT - 1)
+                    if not entry.live:
+                        return
+                    flight.begin(batch)
+                    begun += 1
+                posting.hash(done)
+                flight.land(0 if posting.one_at_a_time else min(begun, WRITES_IN_FLIGHT))
+                self._say_landed(entry, posting, landing)
+                landing = done
+            flight.land()
         if isinstance(jobs[-1], Finish):
             self._send_commit(entry, posting)
-        elif wrote and self._reader is not None and entry.live:
-            peer.link.channel.send(posting.landed())
+        else:
+            self._say_landed(entry, posting, landing)
+
+    def _say_landed(self, entry: Room, posting: Posting, done: Round | None) -> None:
+        if done is not None and done.blocks and self._reader is not None and entry.live and entry.peer is not None:
+            entry.peer.link.channel.send(posting.landed(done))
 
     def _send_commit(self, entry: Room, posting: Posting) -> None:
         """The last word: every write has completed."""

@@ -159,7 +159,7 @@ def test_a_fault_in_one_layer_is_caught(config: Config, prefill: Make, decode: M
         outgoing = p.transfer.announce(1, piece)
         for layer in range(5):
             outgoing.layer_done(layer)
-            d.until(lambda: p.transfer._rooms[1].posting._unhashed == [])
+            d.until(lambda: not p.transfer._rooms[1].busy)
     p.transfer.commit(1, metadata(1))
     error = d.wait_for(RoomFailed, 1).error
     assert (error.code, error.param) == ("digest_mismatch", part)
