@@ -29,8 +29,8 @@ from common.layout import PoolPlacement, StateKind, StateLayout
 from transfer.channel import Channel
 from transfer.digest import StateReader
 from transfer.events import EventQueue, Offer, PrefillEvent, Released, RoomDeclined, RoomFailed, RoomOpened, Sent
-from transfer.gate import WriteGate
 from transfer.flight import Flight
+from transfer.gate import WriteGate
 from transfer.handshake import Identity, brief, read_key
 from transfer.link import Link, tick_s
 from transfer.loop import LoopThread
