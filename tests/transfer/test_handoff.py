@@ -347,6 +347,27 @@ def test_a_failed_write_that_cannot_be_ended_leaves_the_lease_in_quarantine(
     d.wait_for(Released, 1)
 
 
+class MendedTransport(FailingTransport):
+    def reopen(self) -> bool:
+        return True
+
+
+def test_after_a_failed_write_its_connections_must_be_gone(config: Config, prefill: Make, decode: Make) -> None:
+    """The sender has closed them; those that it has now are not waited for, nor are those of another one."""
+    p, d = prefill(config(), transport=MendedTransport()), decode(config())
+    closed, current = "192.0.2.1:9", "192.0.2.1:10"
+    d.transport.inbound = lambda: frozenset({closed, current})
+    p.transport.outbound = lambda: frozenset({current})
+    start(p, d, 1)
+    p.send(1, HERE, 1)
+    p.wait_for(Released, 1)
+    d.wait_for(RoomFailed, 1)
+    d.until(lambda: d.transfer._leases[1].connections == {closed})
+    assert not d.quiet(0.2)
+    d.transport.inbound = lambda: frozenset({current})
+    d.wait_for(Released, 1, 1)
+
+
 class HeldTransport(LoopbackTransport):
     """Bytes land in the second half of a write, when the test says so."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -86,3 +87,33 @@ def test_it_sleeps_before_it_waits(ends: tuple[Transport, Transport], monkeypatc
     sender._pace.note(PACE_BYTES, 10.0)
     sender.write(receiver.session, [Block(address(source), address(target), PACE_BYTES, "ssm")])
     assert 0.5 * 10 < slept[-1] < 10
+
+
+def test_it_begins_anew_with_the_same_memory(ends: tuple[Transport, Transport]) -> None:
+    sender, receiver = ends
+    source, target = sender.host_buffer(NBYTES), receiver.host_buffer(NBYTES)
+    block = Block(address(source), address(target), NBYTES, "kv")
+    for value, side in ((1, None), (2, sender), (3, receiver)):
+        session, connections = receiver.session, receiver.inbound()
+        if side is not None:
+            assert side.reopen()
+        if side is sender:
+            assert receiver.session == session and connections
+            until(lambda before=connections: not before & receiver.inbound())
+        source[:] = bytes([value]) * NBYTES
+        sender.write(receiver.session, [block])
+        assert target == source
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_where_connections_cannot_be_seen_it_does_not_begin_anew(ends: tuple[Transport, Transport]) -> None:
+    sender, _ = ends
+    assert isinstance(sender, MooncakeTransport)
+    session, sender._data_port = sender.session, None  # as over RDMA
+    assert not sender.reopen() and sender.session == session

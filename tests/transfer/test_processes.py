@@ -293,6 +293,23 @@ def test_where_connections_cannot_be_seen_a_dead_sender_frees_nothing(
     d.wait_for(Committed, 2)
 
 
+def test_a_dead_senders_connections_must_be_gone(config: Config, process: Make, prefill: Make, decode: Make) -> None:
+    """Those that a living one claims are not waited for."""
+    settings = config(liveness_timeout_s=0.4)
+    d, other = decode(settings), prefill(settings)
+    theirs, unread = "192.0.2.1:10", "192.0.2.1:9"
+    d.transport.inbound = lambda: frozenset({theirs, unread})
+    other.transport.outbound = lambda: frozenset({theirs})
+    other.transfer.expect(2, "r", 5)
+    d.transfer.open(other.address(2), "r", [5, 6], 3)
+    other.wait_for(RoomOpened, 2)
+    abandoned(process("prefill", settings), d)
+    d.until(lambda: [fence.connections for fence in d.transfer._fences.values()] == [{unread}])
+    assert not d.quiet(0.3)
+    d.transport.inbound = lambda: frozenset({theirs})
+    d.wait_for(Released, 1, 1)
+
+
 def test_another_process_at_its_address_proves_that_a_sender_is_dead(
     config: Config, process: Make, prefill: Make, decode: Make
 ) -> None:
