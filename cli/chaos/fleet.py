@@ -249,7 +249,7 @@ class Fleet:
         await asyncio.gather(*(member.close() for member in [*self.nodes.values(), self.unified]))
         _, left = await asyncio.to_thread(psutil.wait_procs, list(self._marked()), timeout=2.0)
         for process in left:
-            self.left_over.append(f"process {process.pid} is left over")
+            self.left_over.append(_describe(process))
             _signal(process, signal.SIGKILL)
 
     def _marked(self) -> Iterator[psutil.Process]:
@@ -266,6 +266,14 @@ async def _is_healthy(session: aiohttp.ClientSession, member: Process) -> bool:
             return answer.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        with process.oneshot():
+            return f"process {process.pid} of {process.ppid()}, {process.status()}: {' '.join(process.cmdline())}"
+    except psutil.NoSuchProcess:
+        return f"process {process.pid}, which has just ended"
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> bool:
