@@ -38,6 +38,7 @@ def server_info(
     The settings come first, the names that SGLang's clients read overwrite them.
     """
     first = readies[0]
+    wire = config.transfer.ssm_wire_dtype or config.model.ssm_dtype
     return {
         **_flat(config),
         "model_path": config.model.path,
@@ -57,7 +58,7 @@ def server_info(
         "bootstrap_port": bootstrap_port,
         "transport": first.transport,
         "fingerprint": first.fingerprint,
-        "handoff": f"protocol {PROTOCOL_VERSION}, verify {config.transfer.verify.value}",
+        "handoff": f"protocol {PROTOCOL_VERSION}, verify {config.transfer.verify.value}, SSM state {wire.value}",
         "weight_version": WEIGHT_VERSION,
         "resumes_answers": True,
         "version": version("tandem-serve"),
