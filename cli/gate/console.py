@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from accuracy.client import Flush
 from accuracy.gate import SUBJECT, Report
 from accuracy.records import Grade, Record
 from accuracy.runs import RunPlan
@@ -92,8 +93,9 @@ def _runs(report: Report) -> Table:
 
 def _cells(run: RunSummary) -> tuple[str, ...]:
     without = run.accuracy_without_leaked
+    not_cold = " (not flushed)" if run.flush in (Flush.UNSUPPORTED, Flush.REFUSED) else ""
     return (
-        run.name if run.side == SUBJECT else f"{run.name} {run.side}",
+        (run.name if run.side == SUBJECT else f"{run.name} {run.side}") + not_cold,
         f"{run.accuracy:.3f}",
         f"{run.interval.low:.3f}-{run.interval.high:.3f}",
         "-" if without is None or not run.num_leaked else f"{without:.3f}",

@@ -61,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
     def do_GET(self) -> None:
-        if self.path == "/model_info" and self.server.info is not None:
+        if self.path in ("/model_info", "/get_model_info") and self.server.info is not None:
             self._send(200, self.server.info)
         elif self.path == "/v1/models" and self.server.info is None:
             self._send(200, {"data": [{"id": "stub"}]})
