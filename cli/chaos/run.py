@@ -141,16 +141,17 @@ class _Run:
         self._report.check("all free when the faults are over", await self._settled())
 
     async def _inflict(self, fault: Fault, end_s: float) -> None:
-        """A fault that takes its node out waits until the other one of the role serves, until the storm ends."""
+        """A fault waits until its node serves, and if it takes that out, the other one of the role too; not beyond the
+        end of the storm."""
         await asyncio.sleep(fault.at_s)
-        twins = twins_of(fault)
+        nodes = [self._fleet.nodes[name] for name in (fault.node, *twins_of(fault))]
         async with contextlib.AsyncExitStack() as held:
-            for name in sorted((fault.node, *twins)):
-                await held.enter_async_context(self._in_use[name])
-            serving = await self._fleet.all_healthy([self._fleet.nodes[name] for name in twins], end_s)
-            await asyncio.sleep(_NOTICE_S if twins else 0.0)
-            done = serving and time.monotonic() < end_s and await _do(fault, self._fleet.nodes[fault.node])
-        self._report.done.append(f"{fault}{'' if done else ' (left out: the node or its twin was not there)'}")
+            for node in sorted(nodes, key=lambda node: node.name):
+                await held.enter_async_context(self._in_use[node.name])
+            await self._fleet.all_healthy(nodes, end_s)
+            await asyncio.sleep(_NOTICE_S)
+            done = time.monotonic() < end_s and await _do(fault, nodes[0])
+        self._report.done.append(f"{fault}{'' if done else ' (left out)'}")
 
     def _compare_memory(self) -> None:
         memory = self._report.memory
