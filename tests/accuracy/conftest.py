@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +34,24 @@ def right(answers: dict[str, Says]) -> Behaviour:
 
 @pytest.fixture
 def options(tmp_path: Path) -> Callable[..., GateOptions]:
-    def make(url: str, **changed: Any) -> GateOptions:
-        values: dict[str, Any] = {
-            "url": url,
-            "baseline": None,
-            "api": None,
-            "model": None,
-            "threshold": 0.87,
-            "rounds": 1,
-            "warm": 1,
-            "parallel": 32,
-            "max_tokens": 64,
-            "max_failed": 0.01,
-            "timeout_s": 60.0,
-            "output": tmp_path / "out",
-            "resume": False,
-            "history": None,
-        }
-        return GateOptions(**(values | changed))
+    return partial(make_options, output=tmp_path / "out")
 
-    return make
+
+def make_options(url: str, *, output: Path, **changed: Any) -> GateOptions:
+    values: dict[str, Any] = {
+        "url": url,
+        "baseline": None,
+        "api": None,
+        "model": None,
+        "threshold": 0.87,
+        "rounds": 1,
+        "warm": 1,
+        "parallel": 32,
+        "max_tokens": 64,
+        "max_failed": 0.01,
+        "timeout_s": 60.0,
+        "output": output,
+        "resume": False,
+        "history": None,
+    }
+    return GateOptions(**(values | changed))

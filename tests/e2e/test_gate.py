@@ -104,6 +104,17 @@ def test_every_known_fault_is_caught(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_healthy_pair_never_fails(shared_stack: Stack, tmp_path: Path) -> None:
+    """Other questions, another order and another concurrency each time."""
+    for repeat in range(20):
+        which = ("--seed", str(100 + repeat), "--shuffle", str(repeat), "--parallel", str(1 + 7 * repeat % 32))
+        size = ("--num-questions", "25", "--warm", "1", "--output", str(tmp_path))
+        done = tandem_gate("gsm-mini", "--url", shared_stack.router.url, *which, *size, timeout_s=600)
+        assert done.returncode == 0, f"repeat {repeat}: {done.stdout}{done.stderr}"
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_nightly_job_on_the_cpu(tmp_path: Path) -> None:
     arguments = ["deploy/nightly/nightly.sh", "models/tandem-mini", str(tmp_path), "--task", "gsm-mini"]
