@@ -6,8 +6,10 @@ the decode rank.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -94,6 +96,20 @@ def test_a_prompt_that_is_too_long_for_prefill_alone(running_stack: Stack) -> No
     assert refused.status_code == 400 and "1024" in refused.json()["error"]["message"]
     wait_until(lambda: is_empty(running_stack.decode), AT_ONCE_S + NOTICED_S)
     assert running_stack.decode.state()["num_reserving"] == 0
+
+
+def test_closing_the_sending_half_of_a_connection_ends_the_request(running_stack: Stack) -> None:
+    """Until something is written, nobody can tell it from a client that has left."""
+    sampling = {"max_new_tokens": 6000, "ignore_eos": True}
+    body = json.dumps({"input_ids": [5, 6, 7], "sampling_params": sampling}).encode()
+    url = httpx.URL(running_stack.router.url)
+    with socket.create_connection((url.host, url.port), timeout=20) as client:
+        client.sendall(b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        wait_until(lambda: running_stack.decode.state()["num_running"] == 1)
+        client.shutdown(socket.SHUT_WR)
+        wait_until(lambda: running_stack.decode.state()["num_running"] == 0, AT_ONCE_S + NOTICED_S)
+        assert client.recv(1) == b""
+    wait_until(lambda: is_empty(running_stack.prefill))
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

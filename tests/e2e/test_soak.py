@@ -76,5 +76,6 @@ def test_a_hundred_requests(shared_stack: Stack) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_five_hundred_requests(shared_stack: Stack) -> None:
     soak(shared_stack, 500)
