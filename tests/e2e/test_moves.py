@@ -23,6 +23,7 @@ from tests.support.stack import MODEL, Server, free_port, generate, running, wai
 TEXT = "Question: Tom has 12 apples and buys 7 more. How many apples does he have?\nAnswer:"
 NEAR_TIE = 1e-4
 LIMIT_S = 20.0
+NUM_TOKENS = 250
 
 
 def wait_for(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
@@ -115,6 +116,14 @@ def cluster(running_cluster: Cluster) -> Cluster:
     return running_cluster
 
 
+@pytest.fixture(scope="module")
+def wanted(running_cluster: Cluster) -> dict[str, Any]:
+    """The answer that nothing disturbs."""
+    running_cluster.whole()
+    found: dict[str, Any] = generate(running_cluster.router.url, body(NUM_TOKENS, 2)).json()
+    return found
+
+
 class Stream:
     """A client that reads a streamed answer in a thread of its own. objects: the events so far, errors included."""
 
@@ -180,10 +189,9 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("victim", ["front", "rank"])
-def test_decode_killed_in_mid_answer(cluster: Cluster, victim: str) -> None:
-    wanted = generate(cluster.router.url, body(300, 2)).json()
+def test_decode_killed_in_mid_answer(cluster: Cluster, wanted: dict[str, Any], victim: str) -> None:
     retries, resumes = cluster.moves()
-    stream = Stream(cluster.router.url, 300)
+    stream = Stream(cluster.router.url, NUM_TOKENS)
     stream.has_tokens(30)
     killed = wait_for(lambda: cluster.busy("decode", "num_running"), "a decode node at work")
     os.kill(killed.process.pid if victim == "front" else killed.rank().pid, signal.SIGKILL)
@@ -213,11 +221,10 @@ def test_prefill_killed_before_the_first_token(cluster: Cluster) -> None:
     assert answers[0].json()["output_ids"] == again["output_ids"]
 
 
-def test_a_node_that_drains_loses_nobody(cluster: Cluster) -> None:
+def test_a_node_that_drains_loses_nobody(cluster: Cluster, wanted: dict[str, Any]) -> None:
     """Its stream goes on to its end, new requests go elsewhere, and it exits 0."""
-    wanted = generate(cluster.router.url, body(300, 2)).json()
     moves = cluster.moves()
-    stream = Stream(cluster.router.url, 300)
+    stream = Stream(cluster.router.url, NUM_TOKENS)
     stream.has_tokens(20)
     drained = wait_for(lambda: cluster.busy("decode", "num_running"), "a decode node at work")
     drained.process.send_signal(signal.SIGTERM)
@@ -228,11 +235,10 @@ def test_a_node_that_drains_loses_nobody(cluster: Cluster) -> None:
     assert cluster.moves()[1] == moves[1]
 
 
-def test_a_router_that_drains(cluster: Cluster) -> None:
-    wanted = generate(cluster.router.url, body(300, 2)).json()
+def test_a_router_that_drains(cluster: Cluster, wanted: dict[str, Any]) -> None:
     with cluster.another_router(*cluster.nodes) as router:
         wait_healthy(router)
-        stream = Stream(router.url, 300)
+        stream = Stream(router.url, NUM_TOKENS)
         stream.has_tokens(1)
         router.process.send_signal(signal.SIGTERM)
         wait_for(lambda: httpx.get(f"{router.url}/health").status_code == 503, "the router drains")
