@@ -139,7 +139,7 @@ def expand(
             place = i * parsed.num_samples + k
             _check_start_len(parsed.logprobs[place], len(prompt))
             sampling = parsed.sampling[i].sample(k, room_left)
-            check_length(parsed.resume, sampling.max_new_tokens)
+            check_length(parsed.resume, len(prompt), sampling.max_new_tokens, limits.max_total_tokens)
             submits.append(
                 Submit(
                     rid=parsed.rids[place],

@@ -49,11 +49,20 @@ def read_resume(value: Any, vocab_size: int, num_sequences: int, *, logprobs: bo
     )
 
 
-def check_length(resume: Resume, max_new_tokens: int) -> None:
-    """Raises RequestError when nothing is left to be made."""
-    if resume.output_ids and len(resume.output_ids) >= max_new_tokens:
+def check_length(resume: Resume, num_prompt_tokens: int, max_new_tokens: int, max_total_tokens: int) -> None:
+    """Raises RequestError when nothing is left to be made, or prompt and answer so far need more than all pages."""
+    length = len(resume.output_ids)
+    if length == 0:
+        return
+    if length >= max_new_tokens:
         raise RequestError(
-            f"resume.output_ids: {len(resume.output_ids)} tokens, but max_new_tokens is {max_new_tokens}",
+            f"resume.output_ids: {length} tokens, but max_new_tokens is {max_new_tokens}", param="resume.output_ids"
+        )
+    if num_prompt_tokens + length > max_total_tokens:
+        raise RequestError(
+            f"resume.output_ids: {num_prompt_tokens} prompt tokens and {length} of the answer, but all pages together "
+            f"hold {max_total_tokens}",
+            code="too_many_tokens",
             param="resume.output_ids",
         )
 

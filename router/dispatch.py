@@ -161,6 +161,7 @@ class Exchange:
         self._attempts: list[Attempt] = []
         self._failed: list[Pair] = []
         self._stopped: LegFailed | None = None
+        self._resumed_after: LegFailed | None = None
         self.request_ids = frozenset(request.rids)
         self.rooms: list[int] = []
 
@@ -177,7 +178,7 @@ class Exchange:
                     attempt.end_legs()
                     pair = await self._next_pair(attempt, failure, gone)
         except LegFailed as failure:
-            await self._tell(failure)
+            await self._tell(self._cause(failure))
         except AbortedError:
             self._attempts[-1].end_legs()
         except asyncio.CancelledError:
@@ -210,6 +211,7 @@ class Exchange:
         self._check_may_move(failure)
         pair = self._pick(failure, resumes=resumes)
         self._request = request
+        self._resumed_after = failure if resumes else None
         counters = self._dispatcher.counters
         counters.resumes += resumes
         counters.retries += not resumes
@@ -257,6 +259,11 @@ class Exchange:
         """Returns when no leg runs any more and the workers have answered the aborts."""
         for attempt in self._attempts:
             await attempt.ended()
+
+    def _cause(self, failure: LegFailed) -> LegFailed:
+        """That a node cannot go on with an answer is no fault of the request: what made it move is told instead."""
+        moved_after = self._resumed_after
+        return moved_after if moved_after is not None and 400 <= failure.status < 499 else failure
 
     async def _tell(self, failure: LegFailed) -> None:
         if not self._reply.started:

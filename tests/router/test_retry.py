@@ -338,6 +338,13 @@ async def test_workers_that_cannot_go_on_with_an_answer_are_not_asked_to(workers
         assert (await router.generate()).status_code == 200  # from the start it may
 
 
+async def test_that_a_node_cannot_go_on_is_no_fault_of_the_request(router: RunningRouter, workers: Workers) -> None:
+    refusal = fails(400, error_body("too_many_tokens", retryable=False))
+    workers.first("decode", streams(event(PARTIAL), then=break_connection), refusal)
+    *_, error, _, _ = (await router.generate(stream=True)).text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "worker_lost"
+
+
 # Workers that come and go
 
 
