@@ -32,7 +32,7 @@ def make_config(name: str) -> HybridConfig:
     hidden, heads, head_dim, d_state, groups, chunk, bias = SHAPES[name]
     return HybridConfig(
         model="nemotron_h",
-        layers=tuple(LayerKind(letter) for letter in "M*-M"),
+        layers=tuple(LayerKind(letter) for letter in "M*-"),
         vocab_size=97,
         hidden_size=hidden,
         num_heads=heads,
@@ -115,8 +115,7 @@ def tokens(n: int, seed: int) -> list[int]:
 TABLES = [[7, 3, 9, 1, 12, 13, 14, 15, 16, 17, 18, 19], list(range(20, 32)), list(range(40, 52)), list(range(60, 72))]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("few_rows", [0, 8])
+@pytest.mark.parametrize(("name", "few_rows"), [("plain", 8), ("biased", 0)])
 def test_a_life_of_several_rows(name: str, few_rows: int, device: torch.device) -> None:
     """Prefill in pieces, tracked on the way; mixed steps; decode with and without tracks; in any order of slots."""
     pair = Pair(name, device, few_rows=few_rows)
@@ -152,7 +151,7 @@ def test_decode_goes_on_with_what_its_slot_sampled(device: torch.device) -> None
     pair = Pair("plain", device)
     prompts = [Row(tokens(5, 1), 0, TABLES[0], 5, 1, None), Row(tokens(9, 2), 0, TABLES[1], 2, 1, None)]
     logits = pair.run(prompts)
-    for step in range(3):
+    for step in range(2):
         rows = [
             Row([LAST_TOKEN], len(row.token_ids) + step, row.page_table, row.slot, 1, None) for row in reversed(prompts)
         ]
@@ -163,6 +162,6 @@ def test_decode_goes_on_with_what_its_slot_sampled(device: torch.device) -> None
         logits = pair.run(rows, known).flip(0)
     pair.runner.set_last_tokens([5], [42])
     pair.run(
-        [Row([LAST_TOKEN], 8, TABLES[0], 5, 1, None)],
-        [Row([42], 8, TABLES[0], 5, 1, None)],
+        [Row([LAST_TOKEN], 7, TABLES[0], 5, 1, None)],
+        [Row([42], 7, TABLES[0], 5, 1, None)],
     )

@@ -128,12 +128,13 @@ def test_little_memory_queues_and_retracts_and_changes_no_answer(card: Ranks) ->
         assert_same_tokens(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_no_step_waits_for_the_card_but_to_read_tokens(card: Ranks) -> None:
     """In this mode torch raises where it would synchronise: `.item()`, `.tolist()`, pageable copies."""
     outcomes = [card.submit(Request(prompt=p, sampling=greedy(120), logprobs=SILENT)) for p in texts(8, 60, seed=4)]
     card.run_until(lambda: all(len(o.tokens) >= 3 for o in outcomes))
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for _ in range(60):
             card.step()
         late = [card.submit(Request(prompt=p, sampling=greedy(5), logprobs=SILENT)) for p in texts(2, 400, seed=5)]
