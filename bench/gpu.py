@@ -1,7 +1,7 @@
 """Speed of the native engine on one CUDA device at the shape of Nemotron Nano 9B v2, with random weights.
 
-`python bench/gpu.py [--out FILE] [--sections rates,decode,engine,prefill,profile]`. Needs no weights: speed does not
-depend on them. A section is written to FILE when it is done and skipped when FILE has it: the script can be continued.
+`python bench/gpu.py [--out FILE] [--sections rates,decode,engine,effects,prefill,profile]`. Speed does not depend on
+the weights. A section is written to FILE when it is done and skipped when FILE has it: the script can be continued.
 Floors: decode at batch b reads the weights without the input embedding once, reads and writes b slots and reads b x
 context tokens of KV, at the copy rate of the same run (bytes read plus bytes written); prefill computes 2 FLOP for each
 weight but embedding and head, at the rate of a large matrix product of the same run.
@@ -28,11 +28,13 @@ from common.sampling import LogprobOptions, SamplingParams
 from engine.allocator import PageAllocator, SlotAllocator
 from engine.batch import Row
 from engine.cuda.device import CudaDevice
+from engine.cuda.memory import plan_memory
 from engine.cuda.runner import CudaRunner
 from engine.kernels.linear import Tiling, Workspace, project
 from engine.memory import SequenceMemory
 from engine.model_config import HybridConfig, LayerKind
 from engine.pools import StatePools
+from engine.radix_cache import RadixCache
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Phase, Sequence
 from engine.stopping import StopChecker
@@ -117,6 +119,16 @@ class Bench:
             self.config, weights, pools, max_rows=rows, max_tokens=tokens, max_pages=1024, use_graphs=True
         )
         torch.cuda.synchronize()
+        self.planned_bytes = plan_memory(
+            self.config,
+            dtype=torch.bfloat16,
+            ssm_dtype=torch.float32,
+            num_pages=pages,
+            page_size=PAGE,
+            num_slots=rows + 2,
+            step_tokens=tokens,
+            logit_rows=rows,
+        ).total
         self.capture_s = time.perf_counter() - begin
         self.weight_bytes = sum(w.nbytes for name, w in weights.items() if name != "embeddings.weight")
         self.slot_bytes = pools.conv[0].nbytes + pools.ssm[0].nbytes
@@ -162,12 +174,11 @@ TILINGS = [
     Tiling(outputs=o, inputs=i, programs=132 * p, warps=w, stages=n)
     for o, i, p, w, n in (
         (64, 128, 2, 4, 4),
-        (64, 128, 2, 4, 5),
-        (64, 128, 3, 4, 3),
-        (64, 64, 4, 4, 5),
-        (128, 64, 2, 4, 5),
-        (32, 128, 4, 4, 4),
-        (32, 256, 2, 4, 4),
+        (64, 128, 2, 8, 4),
+        (64, 128, 2, 4, 3),
+        (64, 256, 2, 4, 2),
+        (128, 128, 1, 8, 4),
+        (64, 256, 1, 4, 4),
     )
 ]
 
@@ -235,14 +246,16 @@ def decode(bench: Bench, copy_tb_s: float) -> Figures:
     return figures
 
 
-def make_scheduler(bench: Bench, rows: int) -> Scheduler:
+def make_scheduler(bench: Bench, rows: int, *, overlap: bool, saves: bool) -> Scheduler:
+    """saves: prefix cache with extra_buffer, a state every 256 tokens."""
     pools = bench.runner.pools
+    pages, slots = PageAllocator(pools.num_pages), SlotAllocator(pools.num_slots)
     return Scheduler(
         device=CudaDevice(bench.runner, frozenset()),
         memory=SequenceMemory(
-            pages=PageAllocator(pools.num_pages),
-            slots=SlotAllocator(pools.num_slots),
-            cache=None,
+            pages=pages,
+            slots=slots,
+            cache=RadixCache(pages, slots, page_size=PAGE, cache_chunk=128) if saves else None,
             copy_slots=bench.runner.copy_slots,
             page_size=PAGE,
             num_row_slots=0,
@@ -253,46 +266,61 @@ def make_scheduler(bench: Bench, rows: int) -> Scheduler:
             prefill_budget=8192,
             cache_chunk=128,
             max_running=rows,
-            track_interval=None,
-            tracks_prefill=False,
+            track_interval=256 if saves else None,
+            tracks_prefill=saves,
             caches_final_state=False,
             mixed=False,
         ),
-        overlap=True,
+        overlap=overlap,
         hold_after_prefill=False,
     )
 
 
-def engine(bench: Bench, copy_tb_s: float, steps: int = 60) -> Figures:
+def steady(bench: Bench, batch: int, *, overlap: bool = True, saves: bool = False, steps: int = 60) -> Figures:
     """Whole steps: scheduler, launches, device, results. Wall time of a step in steady decode; how idle the card is."""
+    scheduler = make_scheduler(bench, batch, overlap=overlap, saves=saves)
+    for i in range(batch):
+        prompt = torch.randint(1, 131072, (CONTEXT - 32,)).tolist()
+        params = SamplingParams(temperature=0.0, max_new_tokens=400, ignore_eos=True)
+        scheduler.add(Sequence(rid=str(i), prompt_ids=prompt, sampling=params, logprobs=LogprobOptions(), arrival_s=i))
+    while not (len(scheduler.running) == batch and all(s.phase is Phase.RUNNING for s in scheduler.running)):
+        scheduler.step()
+    for _ in range(8):
+        scheduler.step()
+    marks = [time.perf_counter()]
+    for _ in range(steps):
+        scheduler.step()
+        marks.append(time.perf_counter())
+    walls = sorted((b - a) * 1e3 for a, b in itertools.pairwise(marks))
+    figures = {"step_ms": statistics.mean(walls), "median_ms": statistics.median(walls), "max_ms": walls[-1]}
+    figures |= device_share(scheduler.step, 10)
+    for sequence in list(scheduler.running):
+        scheduler.remove(sequence)
+        scheduler.release(sequence)
+    while scheduler.has_work():
+        scheduler.step()
+    return figures
+
+
+def engine(bench: Bench, copy_tb_s: float) -> Figures:
     figures = {}
     for batch in BATCHES:
-        scheduler = make_scheduler(bench, batch)
-        for i in range(batch):
-            prompt = torch.randint(1, 131072, (CONTEXT - 32,)).tolist()
-            params = SamplingParams(temperature=0.0, max_new_tokens=400, ignore_eos=True)
-            scheduler.add(
-                Sequence(rid=str(i), prompt_ids=prompt, sampling=params, logprobs=LogprobOptions(), arrival_s=i)
-            )
-        while not (len(scheduler.running) == batch and all(s.phase is Phase.RUNNING for s in scheduler.running)):
-            scheduler.step()
-        for _ in range(8):
-            scheduler.step()
-        marks = [time.perf_counter()]
-        for _ in range(steps):
-            scheduler.step()
-            marks.append(time.perf_counter())
-        walls = sorted((b - a) * 1e3 for a, b in itertools.pairwise(marks))
-        wall_ms = statistics.mean(walls)
-        busy = device_share(scheduler.step, 10)
-        for sequence in list(scheduler.running):
-            scheduler.remove(sequence)
-            scheduler.release(sequence)
-        while scheduler.has_work():
-            scheduler.step()
         floor = bench.decode_floor_ms(batch, copy_tb_s)
-        figures[str(batch)] = {"step_ms": wall_ms, "floor_ms": floor, "ratio": wall_ms / floor, **busy}
-        figures[str(batch)] |= {"median_ms": statistics.median(walls), "max_ms": walls[-1]}
+        found = steady(bench, batch)
+        figures[str(batch)] = found | {"floor_ms": floor, "ratio": found["step_ms"] / floor}
+    return figures
+
+
+def effects(bench: Bench) -> Figures:
+    """Steady decode at batch 32 with one thing changed."""
+    figures = {
+        "as it is": steady(bench, 32),
+        "no overlap": steady(bench, 32, overlap=False),
+        "extra_buffer": steady(bench, 32, saves=True, steps=260),
+    }
+    graphs, bench.runner._graphs = bench.runner._graphs, None
+    figures["no graphs"] = steady(bench, 32)
+    bench.runner._graphs = graphs
     return figures
 
 
@@ -366,7 +394,7 @@ def show(name: str, figures: Figures) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
-    parser.add_argument("--sections", default="rates,decode,engine,prefill,profile")
+    parser.add_argument("--sections", default="rates,decode,engine,effects,prefill,profile")
     arguments = parser.parse_args()
     record: Figures = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
     record.setdefault("made", {})
@@ -384,6 +412,8 @@ def main() -> None:
                     figures = decode(bench, found["copy_tb_s"])
                 case "engine":
                     figures = engine(bench, found["copy_tb_s"])
+                case "effects":
+                    figures = effects(bench)
                 case "prefill":
                     figures = prefill(bench, found["matrix_tflop_s"])
                 case "profile":
@@ -397,7 +427,7 @@ def main() -> None:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            **({"capture_s": bench.capture_s} if bench else {}),
+            **({"capture_s": bench.capture_s, "planned_gib": bench.planned_bytes / 2**30} if bench else {}),
         }
         arguments.out.write_text(json.dumps(record, indent=2))
         show(name, figures)

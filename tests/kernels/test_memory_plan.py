@@ -1,0 +1,48 @@
+"""What the card is asked for is counted first, and refused by name when it is too much."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from engine.cuda.memory import MemoryPlan, check_memory, plan_memory
+from tests.kernels.test_cuda_model import make_config, make_pools, make_weights
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_pages_and_slots_are_counted_to_the_byte(dtype: torch.dtype) -> None:
+    config = make_config("biased")
+    pools = make_pools(config, dtype, CPU)
+    plan = plan_memory(
+        config,
+        dtype=dtype,
+        ssm_dtype=torch.float32,
+        num_pages=pools.num_pages,
+        page_size=pools.page_size,
+        num_slots=pools.num_slots,
+        step_tokens=128,
+        logit_rows=8,
+    )
+    assert plan.weights == sum(weight.nbytes for weight in make_weights(config, dtype, CPU).values())
+    assert plan.pages == pools.kv.nbytes and plan.slots == pools.conv.nbytes + pools.ssm.nbytes
+
+
+@pytest.mark.parametrize(
+    ("most", "param"),
+    [
+        ("pages", "max_total_tokens"),
+        ("slots", "max_mamba_cache_size"),
+        ("step", "chunked_prefill_size"),
+        ("weights", "model_path"),
+    ],
+)
+def test_the_setting_that_asks_for_most_is_named(most: str, param: str) -> None:
+    sizes = dict.fromkeys(("weights", "pages", "slots", "step", "other"), 10) | {most: 60}
+    plan = MemoryPlan(**sizes)
+    check_memory(plan, 100)
+    with pytest.raises(ConfigError, match=f"--{param.replace('_', '-')}") as caught:
+        check_memory(plan, 99)
+    assert caught.value.param == param
