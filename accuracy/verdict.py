@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ from accuracy.client import Flush
 from accuracy.records import Grade, Record
 from accuracy.runs import Kind, Run, failures_allowed
 from accuracy.statistics import Interval, spread, wilson
+
+_LONG_NUMBER = re.compile(r"\d{6,}")
 
 
 class Verdict(enum.StrEnum):
@@ -107,7 +110,9 @@ def summarise(run: Run) -> RunSummary:
 
 
 def _errors(records: Sequence[Record]) -> dict[str, int]:
-    return dict(Counter(r.outcome.error for r in records if r.outcome.error is not None).most_common(10))
+    """The commonest, long numbers left out: they name rooms and addresses."""
+    told = (_LONG_NUMBER.sub("…", r.outcome.error) for r in records if r.outcome.error is not None)
+    return dict(Counter(told).most_common(10))
 
 
 def _cached_share(answered: Sequence[Record]) -> float | None:

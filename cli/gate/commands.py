@@ -242,7 +242,6 @@ def bisect(
 )
 def mutate(faults: tuple[str, ...], node_options: tuple[str, ...], output: Path, **values: Any) -> None:
     """Known faults put in on purpose: how far accuracy falls, and what catches each. Starts its own nodes."""
-    from cli.gate.checks import write_json
     from cli.gate.mutate import mutate as run
     from cli.gate.mutate import mutate_options, show
 
@@ -251,7 +250,6 @@ def mutate(faults: tuple[str, ...], node_options: tuple[str, ...], output: Path,
     async def trial() -> int:
         found = await run(options, click.echo)
         show(found)
-        write_json(output / "mutate.json", found)
         return 0 if all(one.as_expected for one in found) else 1
 
     _check(trial())

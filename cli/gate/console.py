@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -15,7 +16,6 @@ from accuracy.client import Flush
 from accuracy.gate import SUBJECT, Report
 from accuracy.records import Grade, Record
 from accuracy.runs import RunPlan
-from accuracy.statistics import quantile
 from accuracy.verdict import RunSummary
 
 _WIDTH = 120
@@ -83,8 +83,9 @@ def _findings(report: Report) -> Iterator[str]:
 
 
 def _runs(report: Report) -> Table:
-    table = Table(title=f"{report.task}: {report.questions} questions, {report.url} ({report.api})")
-    for name in ("run", "accuracy", "95 %", "w/o leaked", "wrong", "cut", "no number", "failed", "cached", "median s"):
+    title = f"{report.task}: {report.questions} questions, {report.url} ({report.api})"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name in ("run", "accuracy", "95 %", "unleaked", "wrong", "cut", "no num", "failed", "cached"):
         table.add_column(name, justify="left" if name == "run" else "right")
     for run in report.runs:
         table.add_row(*_cells(run), style="bold" if run == report.judgement.worst else None)
@@ -104,5 +105,4 @@ def _cells(run: RunSummary) -> tuple[str, ...]:
         str(run.no_number),
         str(run.missing),
         "?" if run.cached_share is None else f"{run.cached_share:.0%}",
-        f"{quantile(run.latencies_s, 0.5):.2f}",
     )

@@ -22,12 +22,14 @@ from accuracy.records import Journal
 from accuracy.runs import Asking, Kind, Run, RunPlan, ask_all
 from accuracy.tasks import Task, gsm_mini_task
 from accuracy.verdict import RunSummary, Verdict, judge, summarise
+from cli.gate.checks import write_json
 from cli.gate.stack import disaggregated, unified_node
 from common.errors import ConfigError
 
 HEALTHY = "none"
 _TIMEOUT_S = 300.0
 _MAX_TOKENS = 256
+_REFUSAL = '"digest_mismatch"'
 _LOOPBACK = ("--transport", "loopback")
 
 FAULTS: dict[str, tuple[str, ...]] = {
@@ -89,7 +91,7 @@ class Caught(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def as_expected(self) -> bool:
-        return bool(self.by) == (self.fault != HEALTHY)
+        return self.gate is not Verdict.INVALID and bool(self.by) == (self.fault != HEALTHY)
 
 
 def mutate_options(faults: Sequence[str], node_options: Sequence[str], **values: object) -> MutateOptions:
@@ -108,7 +110,11 @@ async def mutate(options: MutateOptions, say: Callable[[str], None]) -> list[Cau
     node = ("--model-path", options.model_path, *options.node_options)
     with unified_node(node, options.output / "logs" / "unified") as reference:
         await trial.ask_reference(reference)
-        return [await trial.try_fault(fault, reference) for fault in options.faults]
+        found = []
+        for fault in options.faults:
+            found.append(await trial.try_fault(fault, reference))
+            write_json(options.output / "mutate.json", found)
+        return found
 
 
 class _Trial:
@@ -126,7 +132,7 @@ class _Trial:
     async def try_fault(self, fault: str, reference: str) -> Caught:
         with self._stack(fault, "digest") as url:
             runs = await self._ask(url, f"{fault}-digest", max_failed=1.0)
-            refused = sum(summarise(run).failed for run in runs)
+            refused = sum(_REFUSAL in (record.outcome.error or "") for run in runs for record in run.records)
             found = None if refused else await self._bisect(url, reference)
         asked = sum(run.asked for run in runs)
         if refused:
