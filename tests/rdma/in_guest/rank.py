@@ -26,12 +26,14 @@ from common.errors import ConfigError
 from common.handoff import RoomAddress
 from common.layout import PoolLayout, StateKind
 from transfer import Committed, Released, RoomFailed, RoomOpened, Sent, Transport, mooncake, open_transport
+from transfer.posting import Piece
 from transfer.sockets import open_files
 
 BOOTSTRAP = ("10.77.0.1", 8998)
 KEY_FILE = "/tmp/cluster-key"
 PREFILL_SEED, DECODE_SEED = 1, 2
 PATIENCE_S = 120.0
+NUM_LAYERS = 5
 KV_BYTES, CONV_BYTES, SSM_BYTES = 16 << 10, 12 << 10, 256 << 10
 AT_THE_END = metadata(0).num_prompt_tokens
 
@@ -89,12 +91,26 @@ def prefill(config: TransferConfig) -> None:
         side.transfer.expect(case.room, "r", PATIENCE_S)
     for case in CASES:
         side.wait_for(RoomOpened, case.room, PATIENCE_S)
-        side.send(case.room, case.pages, case.slot, case.track, tracked_position=case.tracked_position)
+        send(side, case)
     for case in CASES:
         side.wait_for(Released, case.room, PATIENCE_S)
     sent = {event.room: event.bytes_by_part for event in side.events if isinstance(event, Sent)}
     tell(installed(side.transport) | {"sent": sent, "failed": failures(side.events)})
     side.close()
+
+
+def send(side: Prefill, case: Case) -> None:
+    """As a prefill rank does: in two chunks, and of each what a layer leaves as soon as that layer is done."""
+    half = len(case.pages) // 2
+    tracked = case.track if case.tracked_position < AT_THE_END else None
+    for piece in (
+        Piece(0, tuple(case.pages[:half])),
+        Piece(half, tuple(case.pages[half:]), case.slot, tracked),
+    ):
+        outgoing = side.transfer.announce(case.room, piece)
+        for layer in range(NUM_LAYERS):
+            outgoing.layer_done(layer)
+    side.transfer.commit(case.room, metadata(case.room, tracked_position=case.tracked_position))
 
 
 def decode(config: TransferConfig) -> None:
