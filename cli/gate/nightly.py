@@ -143,7 +143,7 @@ def _index(task: Task, outcomes: Sequence[Outcome]) -> str:
     style = (
         "body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:0 auto;padding:24px 20px}"
         "table{border-collapse:collapse;width:100%}th,td{text-align:left;vertical-align:top;padding:6px 9px;"
-        "border-bottom:1px solid #e3e6ea;overflow-wrap:anywhere}td:nth-child(-n+3){white-space:nowrap}"
+        "border-bottom:1px solid #e3e6ea;overflow-wrap:anywhere}th,td:nth-child(-n+3){white-space:nowrap}"
         ".pass{color:#1a7f37}.fail{color:#c93c37}.invalid{color:#9a6700}"
     )
     return (
