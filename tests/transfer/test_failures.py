@@ -216,7 +216,7 @@ def test_memory_that_is_lent_again_gets_no_late_write(
 ) -> None:
     """In the middle of a long write the request ends; what is released is poisoned, and the poison stays."""
     slow = transport is TransportName.LOOPBACK
-    layout = wide_layout((2 if slow else 24) << 20)
+    layout = wide_layout((2 if slow else 12) << 20)
     p = process("prefill", config(LoopbackFaults(bandwidth_bytes_s=4e6 * slow), transport=transport), layout)
     d = decode(config(transport=transport), layout)
     p.say("expect", 1, "r", 5)
@@ -289,7 +289,7 @@ def test_an_idle_connection_that_is_dropped_is_made_again(config: Config, prefil
 
 def test_a_write_that_timed_out_is_ended_for_certain(config: Config, process: Make) -> None:
     """Mooncake goes on with it when the stopped receiver does. The sender closes its connections instead."""
-    layout = wide_layout(32 << 20)
+    layout = wide_layout(1 << 20)
     settings = config(transport=TransportName.MOONCAKE, liveness_timeout_s=LIVENESS_S, transfer_timeout_s=1.0)
     p, d = process("prefill", settings, layout), process("decode", settings, layout)
     for room in (1, 2):
