@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.config import EngineConfig, ModelConfig
+from common.errors import ConfigError
 from engine.cuda.memory import check_memory, plan_memory
 from engine.cuda.runner import CudaRunner
 from engine.model_config import HybridConfig
@@ -30,6 +31,12 @@ def load_cuda_runner(
 ) -> CudaRunner:
     """See `ModelRunner.load`. step_tokens: of the largest step. Raises ConfigError, also when memory does not suffice:
     before any of it is taken."""
+    if allocate is not None:
+        raise ConfigError(
+            f"--device {device}: with the unified role only; a prefill or decode rank has its pools in the memory of its "
+            "transport, which is the host's",
+            param="device",
+        )
     folder = Path(model_config.path)
     config = HybridConfig.from_folder(folder)
     dtype, ssm_dtype = torch_dtype(model_config.dtype), torch_dtype(model_config.ssm_dtype)
@@ -55,7 +62,7 @@ def load_cuda_runner(
         ssm_dtype=ssm_dtype,
         device=device,
         revision=weights_revision(folder),
-        allocate=allocate,
+        allocate=None,
     )
     return CudaRunner(
         config,

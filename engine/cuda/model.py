@@ -48,8 +48,9 @@ class CudaNemotronH:
     ) -> None:
         self.config, self.pools = config, pools
         self.embeddings = weights["embeddings.weight"]  # [V, D]
-        device, widest = self.embeddings.device, max(weight.shape[0] for weight in weights.values())
-        cut = tiling(device)
+        device, cut = self.embeddings.device, tiling(self.embeddings.device)
+        qkv = (config.attention_heads + 2 * config.kv_heads) * config.attention_head_dim
+        widest = max(qkv, *(weight.shape[0] for weight in weights.values()))
         make: MakeLinear = partial(
             Linear,
             eps=config.layer_norm_epsilon,
