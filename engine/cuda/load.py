@@ -33,8 +33,8 @@ def load_cuda_runner(
     before any of it is taken."""
     if allocate is not None:
         raise ConfigError(
-            f"--device {device}: with the unified role only; a prefill or decode rank has its pools in the memory of its "
-            "transport, which is the host's",
+            f"--device {device}: with the unified role only; a prefill or decode rank has its pools in the memory of "
+            "its transport, which is the host's",
             param="device",
         )
     folder = Path(model_config.path)
