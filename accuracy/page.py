@@ -132,7 +132,7 @@ def _row(run: RunSummary, worst: RunSummary) -> str:
         name,
         f"{run.accuracy:.4f}",
         f"{run.interval.low:.3f} to {run.interval.high:.3f}",
-        without if run.num_leaked else "none leaked",
+        without if run.num_leaked else "-",
         run.right,
         run.wrong,
         run.cut,

@@ -118,9 +118,10 @@ def _threshold(canvas: _Canvas, y: float, threshold: float) -> None:
 
 
 def _share_axis(canvas: _Canvas, lows: Sequence[float], highs: Sequence[float]) -> Scale:
-    """From a tenth below the lowest to a tenth above the highest, within 0 … 1."""
+    """To the twentieths around the lowest and the highest, within 0 … 1."""
     low, high = max(0.0, math.floor(min(lows) * 20) / 20), min(1.0, math.ceil(max(highs) * 20) / 20)
-    return _axis(canvas, low, high if high > low else low + 0.05, 5, lambda v: f"{v:.2f}")
+    high = max(high, 0.05)
+    return _axis(canvas, min(low, high - 0.05), high, 5, lambda v: f"{v:.2f}")
 
 
 def _axis(canvas: _Canvas, low: float, high: float, steps: int, shown: Callable[[float], str]) -> Scale:
