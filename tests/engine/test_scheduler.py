@@ -16,7 +16,7 @@ from engine.batch import OnLayer, Row
 from engine.device import Device
 from engine.memory import SequenceMemory
 from engine.radix_cache import RadixCache
-from engine.scheduler import Limits, Scheduler
+from engine.scheduler import Chunk, Limits, Scheduler
 from engine.sequence import Phase, Sequence
 from engine.stopping import StopChecker
 
@@ -386,4 +386,71 @@ def test_a_state_whose_logits_were_not_finite_is_not_cached() -> None:
     drain(scheduler)
     cache = scheduler.memory.cache
     assert cache is not None and cache.num_cached_slots == 0
+    assert_all_free(scheduler)
+
+
+# Saved states that a hand-off may be reading
+
+
+def is_owned(scheduler: Scheduler, slot: int) -> bool:
+    return any(slot in slots for slots in scheduler.memory.slots.owned().values())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_state_that_the_cache_had_already_stays_until_release(overlap: bool) -> None:
+    """Two alike in one step: the second one's saved state is not wanted, but a hand-off has begun to read it."""
+    scheduler = make_scheduler(hold=True, budget=64, overlap=overlap)
+    pair = [make_sequence(rid, list(range(1, 20)), 5) for rid in "ab"]
+    for sequence in pair:
+        scheduler.add(sequence)
+    drain(scheduler)
+    first, second = (sequence.tracked for sequence in pair)
+    assert first is not None and second is not None and first.position == second.position == 16
+    assert pair[0].spare_slots == [] and pair[1].spare_slots == [second.slot] and first.slot != second.slot
+    scheduler.release(pair[0])
+    assert is_owned(scheduler, second.slot)
+    scheduler.release(pair[1])
+    assert not is_owned(scheduler, second.slot)
+    assert_all_free(scheduler)
+
+
+@pytest.mark.parametrize("why", ["not finite", "removed"])
+def test_a_state_that_may_not_be_cached_stays_until_release(why: str) -> None:
+    scheduler = make_scheduler(hold=True, budget=64, overlap=True)
+    assert isinstance(scheduler.device.runner, BookkeepingRunner)
+    scheduler.device.runner.poisoned_logits_for = {66} if why == "not finite" else set()
+    sequence = make_sequence("bad", [66, *range(1, 19)], 5)
+    scheduler.add(sequence)
+    scheduler.step()
+    if why == "removed":
+        scheduler.remove(sequence)
+    while scheduler.has_work():
+        scheduler.step()
+    assert sequence.tracked is not None and sequence.spare_slots == [sequence.tracked.slot]
+    assert is_owned(scheduler, sequence.tracked.slot)
+    scheduler.release(sequence)
+    assert_all_free(scheduler)
+
+
+def test_what_a_step_will_prefill_is_told_before_it_runs() -> None:
+    """Also under overlap: chunk by chunk, and the last one names the saved state, which no one has donated yet."""
+    scheduler = make_scheduler(hold=True, budget=8, overlap=True)
+    sequence = make_sequence("a", list(range(1, 20)), 5)
+    scheduler.add(sequence)
+    told: list[tuple[int, int, Phase, int | None]] = []
+
+    def listen(chunks: list[Chunk]) -> OnLayer:
+        for chunk in chunks:
+            tracked = chunk.sequence.tracked
+            told.append((chunk.start, chunk.end, chunk.sequence.phase, tracked.position if tracked else None))
+        return lambda layer: None
+
+    while scheduler.has_work():
+        scheduler.step(listen)
+    assert told == [
+        (0, 8, Phase.PREFILL, None),
+        (8, 16, Phase.PREFILL, 16),
+        (16, 19, Phase.HELD, 16),
+    ]
+    scheduler.release(sequence)
     assert_all_free(scheduler)
