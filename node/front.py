@@ -58,10 +58,10 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain.
 
-    command: how to start a rank; `--ipc DIR --rank R` is added, the config goes to its stdin as JSON. Raises
-    ConfigError for settings that cannot work, a port that is taken among them, and WorkerError when a rank dies before
-    it is ready or when no rank is left. rank_stop_s: how long a rank may take to shut down before it gets SIGTERM, then
-    SIGKILL.
+    command: how to start a rank; `--ipc DIR --front PID --rank R` is added, the config goes to its stdin as JSON.
+    Raises ConfigError for settings that cannot work, a port that is taken among them, and WorkerError when a rank dies
+    before it is ready or when no rank is left. rank_stop_s: how long a rank may take to shut down before it gets
+    SIGTERM, then SIGKILL.
     """
     configure_logging(config.server.log_level, f"{config.role.value}/front")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -99,6 +99,8 @@ async def start_rank(config: NodeConfig, command: list[str], ipc_dir: Path, rank
         *command,
         "--ipc",
         str(ipc_dir),
+        "--front",
+        str(os.getpid()),
         "--rank",
         str(rank),
         env=PRODUCT_CACHES | os.environ,

@@ -115,7 +115,7 @@ class RankLoop:
 def run_rank(make_role: RoleFactory) -> None:
     """Entry point of a rank process. Exits 0 after `Shutdown`, 1 when it cannot start."""
     arguments = _parse_arguments()
-    die_with_parent()
+    die_with_front(arguments.front)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
     configure_logging(config.server.log_level, f"{config.role.value}/rank{arguments.rank}")
@@ -139,11 +139,13 @@ def run_rank(make_role: RoleFactory) -> None:
         sockets.close(linger_ms=0)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, so that no rank outlives its front."""
-    parent = os.getppid()
+def die_with_front(front: int) -> None:
+    """Ask the kernel to kill this process when its parent dies, so that no rank outlives its front.
+
+    front: the parent's pid. It may be dead already: importing torch takes seconds.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != front:
         sys.exit(1)
 
 
@@ -151,6 +153,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ipc", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--front", type=int, required=True)
     return parser.parse_args()
 
 

@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--mode", default="ok")
     parser.add_argument("--ipc", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--front", type=int, required=True)
     arguments = parser.parse_args()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
     sockets = RankSockets(arguments.ipc, arguments.rank)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from typing import cast
 
+import pytest
 import zmq
 
 from node.ipc import RankSockets, ipc_directory
@@ -44,3 +48,9 @@ def test_the_loop_answers_pings_itself() -> None:
         assert not loop.is_alive()
         sockets.close(linger_ms=0)
     context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(("front", "status"), [(os.getpid(), 0), (1, 1)])
+def test_a_rank_whose_front_died_while_it_was_loading_ends(front: int, status: int) -> None:
+    code = f"from node.rank import die_with_front; die_with_front({front})"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == status
