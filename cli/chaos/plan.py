@@ -26,6 +26,7 @@ class Kind(enum.StrEnum):
 
     KILL_FRONT = "kill-front"
     KILL_RANK = "kill-rank"
+    KILL_TWICE = "kill-twice"
     STOP_FRONT = "stop-front"
     STOP_RANK = "stop-rank"
     RESTART = "restart"
@@ -128,6 +129,8 @@ def _recovery_s(kind: Kind) -> float:
 def _draw(rng: random.Random, at_s: float, kind: Kind, node: str, liveness_s: float) -> Fault:
     last_s, injected = 0.0, None
     match kind:
+        case Kind.KILL_TWICE:
+            last_s = rng.uniform(0.7, 4)
         case Kind.STOP_FRONT | Kind.STOP_RANK:
             last_s = rng.choice((0.2, 0.7, 1.5, 2.5)) * liveness_s
         case Kind.STOP_WRITING:

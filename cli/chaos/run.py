@@ -179,6 +179,8 @@ async def _do(fault: Fault, node: Process) -> bool:
             return node.kill(node.front())
         case Kind.KILL_RANK:
             return node.kill(node.rank())
+        case Kind.KILL_TWICE:
+            return await _kill_twice(fault, node)
         case Kind.STOP_FRONT:
             return await node.hold(node.front(), fault.last_s)
         case Kind.STOP_RANK:
@@ -191,6 +193,13 @@ async def _do(fault: Fault, node: Process) -> bool:
             return await _stop_writing(fault, node)
         case Kind.LEAVE | Kind.ABORT:
             raise AssertionError(f"{fault.kind} is the clients' to do")
+
+
+async def _kill_twice(fault: Fault, node: Process) -> bool:
+    """The second time while it starts."""
+    done = node.kill(node.front())
+    await asyncio.sleep(fault.last_s)
+    return node.kill(node.front()) and done
 
 
 async def _inject(fault: Fault, node: Process) -> bool:
