@@ -14,6 +14,7 @@ from common.config import EngineConfig
 from common.layout import StateKind
 from common.sampling import FinishReason, LogprobOptions, SamplingParams
 from engine.sequence import Sequence
+from node.accounting import NO_ROOMS
 from tests.e2e.test_state_tracking import save_model
 from tests.support.ranks import (
     PLAIN,
@@ -218,7 +219,7 @@ def test_flush_empties_the_caches_and_is_refused_while_requests_run(make: Make, 
         assert ask(ranks, prompt).cached == 3 * CHUNK
         flush(ranks)
         for role in ranks.roles:
-            state = role.host.state()  # type: ignore[attr-defined]
+            state = role.host.state(NO_ROOMS)  # type: ignore[attr-defined]
             assert (state["pages_free"], state["slots_free"]) == (state["pages_total"], state["slots_total"])
             assert state["cache"]["pages_cached"] == state["cache"]["slots_cached"] == 0
         assert ask(ranks, prompt).cached == 0
