@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import math
 import socket
 import struct
 import threading
@@ -89,6 +90,12 @@ class Channel:
             await ended
         finally:
             self._loop.remove_reader(self._sock)
+
+    def break_unless_acknowledged(self, within_s: float) -> None:
+        """End the connection when the peer's host, not its process, acknowledges nothing for so long. TCP by itself
+        tries for a quarter of an hour, ever more rarely, also when the wire has long been mended."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * within_s))
 
     def shut(self) -> None:
         """From any thread: end the connection in both directions; whoever reads gets the end of it, and closes."""

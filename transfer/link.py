@@ -10,7 +10,8 @@ from transfer.messages import Hello, Message, Ping, Pong
 
 
 class Link:
-    """silent: nothing was heard for longer than the liveness time-out; the connection may come back to life."""
+    """silent: nothing was heard for longer than the liveness time-out. A stopped peer may come back to life; the
+    connection to a host that cannot be reached ends."""
 
     def __init__(self, channel: Channel, peer: Hello, outbound: Callable[[], frozenset[str]]) -> None:
         self.channel, self.peer = channel, peer
@@ -37,7 +38,9 @@ class Link:
             self._pinged_s = now
             self.channel.send(Ping())
         newly = not self.silent and now - self._heard_s > liveness_timeout_s
-        self.silent = self.silent or newly
+        if newly:
+            self.silent = True
+            self.channel.break_unless_acknowledged(liveness_timeout_s)
         return newly
 
 
