@@ -32,17 +32,20 @@ _MAX_TOKENS = 256
 _REFUSAL = '"digest_mismatch"'
 _LOOPBACK = ("--transport", "loopback")
 
+# Decode would compute the ends of prompts whose beginnings it holds itself, and then nothing of them would cross.
+_ALL_CROSS = ("--local-prefill-max-tokens", "0")
+
 FAULTS: dict[str, tuple[str, ...]] = {
     HEALTHY: (),
-    "conv-dropped": ("--fault-drop", "conv"),
-    "ssm-dropped": ("--fault-drop", "ssm"),
-    "kv-dropped": ("--fault-drop", "kv"),
+    "conv-dropped": ("--fault-drop", "conv", *_ALL_CROSS),
+    "ssm-dropped": ("--fault-drop", "ssm", *_ALL_CROSS),
+    "kv-dropped": ("--fault-drop", "kv", *_ALL_CROSS),
     "track-dropped": ("--fault-drop", "track"),
-    "received-page-lost": ("--fault-engine", "received-page-lost"),
-    "received-ssm-rounded": ("--fault-engine", "received-ssm-rounded"),
-    "received-state-cleared": ("--fault-engine", "received-state-cleared"),
-    "wrong-slot": ("--fault-engine", "wrong-slot"),
-    "position-off-by-one": ("--fault-engine", "position-off-by-one"),
+    "received-page-lost": ("--fault-engine", "received-page-lost", *_ALL_CROSS),
+    "received-ssm-rounded": ("--fault-engine", "received-ssm-rounded", *_ALL_CROSS),
+    "received-state-cleared": ("--fault-engine", "received-state-cleared", *_ALL_CROSS),
+    "wrong-slot": ("--fault-engine", "wrong-slot", *_ALL_CROSS),
+    "position-off-by-one": ("--fault-engine", "position-off-by-one", *_ALL_CROSS),
     "track-not-written": ("--fault-engine", "track-not-written"),
     "track-of-the-chunk-before": ("--fault-engine", "track-of-the-chunk-before"),
     "track-conv-off-by-one": ("--fault-engine", "track-conv-off-by-one"),
