@@ -37,7 +37,7 @@ test-slow: $(INSTALLED)
 	@$(BIN)/pytest -m slow
 
 test-gpu: $(INSTALLED)
-	@$(BIN)/pytest -m gpu || { status=$$?; [ $$status = 5 ] || exit $$status; echo "make: no test needs a GPU yet"; }
+	@$(BIN)/pytest -m gpu
 
 test-rdma: $(INSTALLED)
 	@$(BIN)/python -m tests.rdma.image

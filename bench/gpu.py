@@ -1,7 +1,7 @@
 """Speed of the native engine on one CUDA device at the shape of Nemotron Nano 9B v2, with random weights.
 
-`python bench/gpu.py [--out FILE] [--sections rates,decode,engine,effects,prefill,profile]`. Speed does not depend on
-the weights. A section is written to FILE when it is done and skipped when FILE has it: the script can be continued.
+`python bench/gpu.py [--resume] [--out FOLDER] [--sections rates,products,decode,engine,effects,prefill,profile]`. Speed
+does not depend on the weights. A section is written when it is done, so that the script can be continued.
 Floors: decode at batch b reads the weights without the input embedding once, reads and writes b slots and reads b x
 context tokens of KV, at the copy rate of the same run (bytes read plus bytes written); prefill computes 2 FLOP for each
 weight but embedding and head, at the rate of a large matrix product of the same run.
@@ -13,8 +13,8 @@ import argparse
 import itertools
 import json
 import math
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -24,13 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.results import FOLDER, write_result
 from common.sampling import LogprobOptions, SamplingParams
 from engine.allocator import PageAllocator, SlotAllocator
 from engine.batch import Row
 from engine.cuda.device import CudaDevice
+from engine.cuda.linear import FEW_ROWS, tiling, workspace
 from engine.cuda.memory import plan_memory
 from engine.cuda.runner import CudaRunner
-from engine.kernels.linear import Tiling, Workspace, project
+from engine.kernels.linear import project
 from engine.memory import SequenceMemory
 from engine.model_config import HybridConfig, LayerKind
 from engine.pools import StatePools
@@ -170,22 +174,11 @@ def rates() -> Figures:
     return {"copy_tb_s": 2 * source.nbytes / copy_ms / 1e9, "matrix_tflop_s": 2 * 8192**3 / product_ms / 1e9}
 
 
-TILINGS = [
-    Tiling(outputs=o, inputs=i, programs=132 * p, warps=w, stages=n)
-    for o, i, p, w, n in (
-        (64, 128, 2, 4, 4),
-        (64, 128, 2, 8, 4),
-        (64, 128, 2, 4, 3),
-        (64, 256, 2, 4, 2),
-        (128, 128, 1, 8, 4),
-        (64, 256, 1, 4, 4),
-    )
-]
-
-
 def products() -> Figures:
-    """The model's products for few rows: cuBLAS against the kernel that reads the weight once, TB/s of weight."""
+    """The model's products for few rows, TB/s of weight: cuBLAS, and the kernel that reads the weight once, which also
+    does the norm before or the addition after."""
     figures: Figures = {}
+    device = torch.device("cuda")
     shapes = {
         "in": (22656, 4480),
         "out": (4480, 10240),
@@ -193,30 +186,22 @@ def products() -> Figures:
         "down": (4480, 15680),
         "head": (131072, 4480),
     }
-    workspace = Workspace(40_000_000, 16384, "cuda")
+    cut = tiling(device)
+    space = workspace(cut, 131072, FEW_ROWS, device)
     for name, (outputs, inputs) in shapes.items():
         copies = max(1, 400_000_000 // (outputs * inputs * 2))
-        weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
-        norm = torch.rand(inputs, device="cuda")
-        for rows in (1, 8, 32, 128):
-            x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
-            out = torch.empty(rows, outputs, device="cuda", dtype=torch.bfloat16)
-            found = {"cublas": _graph_ms([lambda w=w, x=x, out=out: torch.mm(x, w.t(), out=out) for w in weights])}
-            for t in TILINGS if rows <= 16 else ():
-                args = {"eps": 1e-5, "square": False, "tiling": t, "workspace": workspace}
-                kind = {"norm": None, "residual": out} if name in ("out", "down") else {"norm": norm, "residual": None}
-                key = f"{t.outputs}x{t.inputs} {t.programs} w{t.warps} s{t.stages}"
-                try:
-                    found[key] = _graph_ms([lambda w=w, x=x, a=args, k=kind: project(x, w, **a, **k) for w in weights])
-                except Exception as error:  # a tiling that does not fit is a result too
-                    found[key] = math.inf
-                    print(name, rows, key, type(error).__name__, str(error)[:80], flush=True)
-            nbytes = outputs * inputs * 2
-            best = sorted(found.items(), key=lambda item: item[1])[:4]
-            figures[f"{name} {rows}"] = {key: round(nbytes / ms / 1e9, 3) for key, ms in best} | {
-                "cublas": round(nbytes / found["cublas"] / 1e9, 3)
+        weights = [torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) for _ in range(copies)]
+        norm = torch.rand(inputs, device=device)
+        for rows in (1, FEW_ROWS):
+            x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
+            out = torch.empty(rows, outputs, device=device, dtype=torch.bfloat16)
+            kind = {"norm": None, "residual": out} if name in ("out", "down") else {"norm": norm, "residual": None}
+            args = kind | {"eps": 1e-5, "square": False, "tiling": cut, "workspace": space}
+            found = {
+                "cublas": _graph_ms([lambda w=w, x=x, out=out: torch.mm(x, w.t(), out=out) for w in weights]),
+                "kernel": _graph_ms([lambda w=w, x=x, args=args: project(x, w, **args) for w in weights]),
             }
-            print(f"{name:5}{rows:4}", figures[f"{name} {rows}"], flush=True)
+            figures[f"{name} {rows}"] = {key: outputs * inputs * 2 / ms / 1e9 for key, ms in found.items()}
         del weights
     return figures
 
@@ -393,44 +378,56 @@ def show(name: str, figures: Figures) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=Path("gpu.json"))
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of gpu.json")
+    parser.add_argument("--resume", action="store_true", help="go on with the sections that gpu.json lacks")
     parser.add_argument("--sections", default="rates,decode,engine,effects,prefill,profile")
     arguments = parser.parse_args()
-    record: Figures = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
-    record.setdefault("made", {})
+    if not torch.cuda.is_available():
+        print("no CUDA device here: nothing to measure")
+        return
+    found: Figures = {}
+    if arguments.resume and (arguments.out / "gpu.json").is_file():
+        found = json.loads((arguments.out / "gpu.json").read_text())["figures"]
     bench: Bench | None = None
     for name in arguments.sections.split(","):
-        if name in record:
+        if name in found:
             continue
-        if name in ("rates", "products"):
-            figures = {"rates": rates, "products": products}[name]()
-        else:
+        if name not in ("rates", "products"):
             bench = bench or Bench(max(BATCHES), max(b * n for b, n in PROMPTS))
-            found = record["rates"]
-            match name:
-                case "decode":
-                    figures = decode(bench, found["copy_tb_s"])
-                case "engine":
-                    figures = engine(bench, found["copy_tb_s"])
-                case "effects":
-                    figures = effects(bench)
-                case "prefill":
-                    figures = prefill(bench, found["matrix_tflop_s"])
-                case "profile":
-                    figures = profile(bench)
-                case _:
-                    raise SystemExit(f"--sections: {name} is none of them")
-        record[name] = figures
-        record["made"][name] = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-            **({"capture_s": bench.capture_s, "planned_gib": bench.planned_bytes / 2**30} if bench else {}),
-        }
-        arguments.out.write_text(json.dumps(record, indent=2))
-        show(name, figures)
+        found[name] = measure(name, bench, found.get("rates", {}))
+        found.setdefault("made", {})[name] = circumstances(bench)
+        write_result("gpu", found, arguments.out)
+        show(name, found[name])
+
+
+def measure(name: str, bench: Bench | None, measured: Figures) -> Figures:
+    match name:
+        case "rates":
+            return rates()
+        case "products":
+            return products()
+    assert bench is not None
+    match name:
+        case "decode":
+            return decode(bench, measured["copy_tb_s"])
+        case "engine":
+            return engine(bench, measured["copy_tb_s"])
+        case "effects":
+            return effects(bench)
+        case "prefill":
+            return prefill(bench, measured["matrix_tflop_s"])
+        case "profile":
+            return profile(bench)
+    raise SystemExit(f"--sections: {name} is none of them")
+
+
+def circumstances(bench: Bench | None) -> Figures:
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        **({"capture_s": bench.capture_s, "planned_gib": bench.planned_bytes / 2**30} if bench else {}),
+    }
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent / "results"
-_PACKAGES = ("torch", "transformers", "mooncake-transfer-engine-non-cuda", "aiohttp", "uvicorn", "msgspec")
+_PACKAGES = ("torch", "transformers", "mooncake-transfer-engine-non-cuda", "aiohttp", "uvicorn", "msgspec", "triton")
 
 
 def write_result(name: str, figures: Mapping[str, Any], folder: Path = FOLDER) -> Path:

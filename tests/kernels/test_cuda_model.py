@@ -165,3 +165,10 @@ def test_decode_goes_on_with_what_its_slot_sampled(device: torch.device) -> None
         [Row([LAST_TOKEN], 7, TABLES[0], 5, 1, None)],
         [Row([42], 7, TABLES[0], 5, 1, None)],
     )
+
+
+def test_layers_are_told_of_in_order(device: torch.device) -> None:
+    pair, told = Pair("plain", device), list[int]()
+    pair.runner.step([Row(tokens(5, 1), 0, TABLES[0], 5, 1, None)], told.append)
+    pair.runner.finish_layers()
+    assert told == [0, 1, 2]

@@ -31,7 +31,11 @@ from node.tokenizer import load_tokenizer
 from tests.e2e.test_state_tracking import Case, References, cases, models, run  # noqa: F401
 from tests.support.ranks import MODEL, Outcome, Ranks, Request, assert_equivalent, unified_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    pytest.mark.timeout(400),
+]
 SILENT = LogprobOptions()
 
 

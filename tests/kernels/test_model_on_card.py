@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from engine.runner import ModelRunner
 from tests.engine.conftest import folders, reference_models  # noqa: F401
@@ -33,7 +34,11 @@ from tests.engine.test_model_tracking import (  # noqa: F401
     test_the_saved_state_is_that_of_a_cold_run,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    pytest.mark.timeout(300),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
