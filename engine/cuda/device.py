@@ -19,6 +19,7 @@ from torch import Tensor
 from common.sampling import TokenLogprob
 from engine.batch import OnLayer, Row
 from engine.cuda.batch import LAST_TOKEN
+from engine.cuda.layers import Watch
 from engine.cuda.runner import CudaRunner
 from engine.device import Device, Pending, PlannedRow, StepResult
 from engine.sampler import NonFiniteLogits
@@ -27,8 +28,8 @@ from engine.sampler import NonFiniteLogits
 class QueuedStep:
     """A step on its way. report float32 [2, >= n], pinned: best logits and tokens of the n keys, once `copied`."""
 
-    def __init__(self, keys: Seq[int], report: Tensor, copied: torch.cuda.Event | None, runner: CudaRunner) -> None:
-        self._keys, self._report, self._copied, self._runner = keys, report, copied, runner
+    def __init__(self, keys: Seq[int], report: Tensor, copied: torch.cuda.Event | None, watch: Watch) -> None:
+        self._keys, self._report, self._copied, self._watch = keys, report, copied, watch
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
@@ -36,7 +37,7 @@ class QueuedStep:
         if self._result is None:
             if self._copied is not None:
                 self._copied.synchronize()
-            self._runner.finish_layers()
+            self._watch.finish()
             self._result = _result(self._keys, self._report)
         return self._result
 
@@ -60,25 +61,25 @@ class CudaDevice(Device):
         self._cuda.close()
 
     def _queue(self, planned: Seq[PlannedRow], on_layer: OnLayer | None) -> Pending:
+        watch = self._cuda.watcher.watch(on_layer)
         sampled = self._cuda.step(
             [
                 Row(p.token_ids or (LAST_TOKEN,), p.start, p.page_table, p.slot, int(p.samples), p.track)
                 for p in planned
             ],
-            on_layer,
+            watch.on_queued,
         )
         report = sampled.report.to("cpu", non_blocking=True)
         copied = None
         if sampled.report.is_cuda:
             copied = torch.cuda.Event()
             copied.record()
-        return QueuedStep([p.key for p in planned if p.samples], report, copied, self._cuda)
+        return QueuedStep([p.key for p in planned if p.samples], report, copied, watch)
 
     def _sample_on_host(self, planned: Seq[PlannedRow], on_layer: OnLayer | None) -> Pending:
         if self._before is not None:
             self._last = self._before.result()
         done = super().launch(planned, on_layer)
-        self._cuda.finish_layers()
         tokens = done.result().tokens
         sampled = [(p.slot, tokens[p.key].token_id) for p in planned if p.key in tokens]
         self._cuda.set_last_tokens([slot for slot, _ in sampled], [token for _, token in sampled])

@@ -14,31 +14,38 @@ class LayerWatcher:
 
     def __init__(self, device: torch.device) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="layers") if device.type == "cuda" else None
-        self._told: list[Future[None]] = []
 
-    def watch(self, on_layer: OnLayer) -> OnLayer:
-        """What is to be called when a layer has been queued, so that on_layer is called when the device is done with
-        it, in the watcher's thread."""
-        thread = self._thread
-        if thread is None:
-            return on_layer
-
-        def queued(layer: int) -> None:
-            done = torch.cuda.Event()
-            done.record()
-            self._told.append(thread.submit(_tell, done, on_layer, layer))
-
-        return queued
-
-    def finish(self) -> None:
-        """Wait until every layer queued so far has been told of. Raises what a listener raised."""
-        told, self._told = self._told, []
-        for each in told:
-            each.result()
+    def watch(self, on_layer: OnLayer | None) -> Watch:
+        """For one step. on_layer None: nobody wants to know."""
+        return Watch(self._thread, on_layer)
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
+
+
+class Watch:
+    """on_queued: what is to be called when a layer of the step has been queued; None where nobody listens. The listener
+    is called in the watcher's thread when the device is done with it."""
+
+    def __init__(self, thread: ThreadPoolExecutor | None, on_layer: OnLayer | None) -> None:
+        self._told: list[Future[None]] = []
+        self.on_queued = on_layer
+        if thread is not None and on_layer is not None:
+            self.on_queued = self._through(thread, on_layer)
+
+    def _through(self, thread: ThreadPoolExecutor, on_layer: OnLayer) -> OnLayer:
+        def on_queued(layer: int) -> None:
+            done = torch.cuda.Event()
+            done.record()
+            self._told.append(thread.submit(_tell, done, on_layer, layer))
+
+        return on_queued
+
+    def finish(self) -> None:
+        """Wait until the listener has been told of every layer of the step. Raises what it raised."""
+        for told in self._told:
+            told.result()
 
 
 def _tell(done: torch.cuda.Event, on_layer: OnLayer, layer: int) -> None:

@@ -40,7 +40,8 @@ def plan_memory(
     step_tokens: int,
     logit_rows: int,
 ) -> MemoryPlan:
-    """step_tokens: the most that one step computes. logit_rows: the most that it gives logits of."""
+    """step_tokens: the most that one step computes. logit_rows: the most that it gives logits of, each in the model's
+    dtype, as float32, and as log-probabilities."""
     size = dtype.itemsize
     attention, mamba = len(config.layers_of(LayerKind.ATTENTION)), len(config.layers_of(LayerKind.MAMBA))
     conv = config.conv_dim * (config.conv_kernel - 1) * size
@@ -51,7 +52,7 @@ def plan_memory(
         ),
         pages=num_pages * page_size * attention * 2 * config.kv_heads * config.attention_head_dim * size,
         slots=num_slots * mamba * (conv + ssm),
-        step=step_tokens * _token_values(config) * size + logit_rows * config.vocab_size * (size + 4),
+        step=step_tokens * _token_values(config) * size + logit_rows * config.vocab_size * (size + 8),
         other=_CONTEXT_BYTES,
     )
 

@@ -61,19 +61,19 @@ class CudaNemotronH:
         self.head = make(weights["lm_head.weight"], None, weights["norm_f.weight"])
         self.mixers = [_mixer(config, weights, pools, layer, make) for layer in range(len(config.layers))]
 
-    def forward(self, batch: CudaBatch, last_tokens: Tensor, on_layer: OnLayer | None = None) -> Tensor:
+    def forward(self, batch: CudaBatch, last_tokens: Tensor, on_queued: OnLayer | None = None) -> Tensor:
         """Logits [L, V], in the dtype of the weights, of the tokens that the batch asks for. Advances every row and
         fills the track slots of prefill rows; those of decode rows are the caller's to fill.
 
-        on_layer: called after every layer has been queued, in order.
+        on_queued: called when a layer has been queued, in order.
         """
         rows = batch.decode or batch.prefill
         assert rows is not None
         hidden = embed(batch.token_ids, last_tokens, rows, self.embeddings)
         for layer, mixer in enumerate(self.mixers):
             mixer.forward(hidden, batch)
-            if on_layer is not None:
-                on_layer(layer)
+            if on_queued is not None:
+                on_queued(layer)
         if batch.logit_tokens is not None:
             hidden = hidden.index_select(0, batch.logit_tokens)
         return self.head(hidden)

@@ -47,20 +47,20 @@ class CudaRunner:
             self.last_tokens = torch.zeros(pools.num_slots, dtype=torch.int32, device=self._device)
             self._model = CudaNemotronH(config, weights, pools, few_rows=few_rows)
             self._staging = Staging(capacity, self._device)
-            self._watcher = LayerWatcher(self._device)
+            self.watcher = LayerWatcher(self._device)
             self._graphs: DecodeGraphs | None = None
             if use_graphs:
                 self._graphs = DecodeGraphs(self._model, self.last_tokens, max_rows=max_rows, max_pages=max_pages)
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sampled:
+    def step(self, rows: Sequence[Row], on_queued: OnLayer | None = None) -> Sampled:
         """Advance every row by its tokens and keep the greedily sampled token of each that wants logits in its slot.
 
         A decode row with the token id LAST_TOKEN continues with that token. Results are in the order of the rows that
-        want logits, and may be overwritten by the next step. on_layer: see `LayerWatcher`.
+        want logits, and may be overwritten by the next step. on_queued: called when a layer has been queued.
         """
-        size = self._graph_size(rows) if on_layer is None else None
-        sampled = self._run_eagerly(rows, on_layer) if size is None else self._replay(rows, size)
+        size = self._graph_size(rows) if on_queued is None else None
+        sampled = self._run_eagerly(rows, on_queued) if size is None else self._replay(rows, size)
         pairs = [(row.slot, row.track.slot) for row in rows if row.track is not None and is_decode(row)]
         if pairs:
             self.copy_slots(*zip(*pairs, strict=True))
@@ -68,8 +68,11 @@ class CudaRunner:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Tensor:
-        """Logits float32 [sum of num_logits, V], as `ModelRunner.forward`."""
-        return self.step(rows, on_layer).logits.to(torch.float32, copy=True)
+        """Logits float32 [sum of num_logits, V], as `ModelRunner.forward`; with a listener the device is waited for."""
+        watch = self.watcher.watch(on_layer)
+        logits = self.step(rows, watch.on_queued).logits.to(torch.float32, copy=True)
+        watch.finish()
+        return logits
 
     @torch.inference_mode()
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -87,12 +90,8 @@ class CudaRunner:
             at, values = self._send([*slots, *tokens]).view(2, -1)
             self.last_tokens.index_copy_(0, at.long(), values)
 
-    def finish_layers(self) -> None:
-        """Wait until every `on_layer` of the steps so far has been called; raises what one of them raised."""
-        self._watcher.finish()
-
     def close(self) -> None:
-        self._watcher.close()
+        self.watcher.close()
 
     def _graph_size(self, rows: Sequence[Row]) -> int | None:
         if self._graphs is None or not all(is_decode(row) and row.num_logits == 1 for row in rows):
@@ -106,12 +105,11 @@ class CudaRunner:
         sampled = self._graphs.replay(size)
         return Sampled(logits=sampled.logits[: len(rows)], report=sampled.report)
 
-    def _run_eagerly(self, rows: Sequence[Row], on_layer: OnLayer | None) -> Sampled:
+    def _run_eagerly(self, rows: Sequence[Row], on_queued: OnLayer | None) -> Sampled:
         host = host_batch(rows, self.pools.page_size)
         host.write(self._staging.begin())
         batch = host.on_device(self._staging.send(host.num_values))
-        hook = None if on_layer is None else self._watcher.watch(on_layer)
-        logits = self._model.forward(batch, self.last_tokens, hook)
+        logits = self._model.forward(batch, self.last_tokens, on_queued)
         assert batch.sampled_slots is not None
         if not len(batch.sampled_slots):
             return Sampled(logits=logits, report=logits.new_empty(2, 0))

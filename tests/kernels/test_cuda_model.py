@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from common.sampling import LogprobOptions, SamplingParams
 from engine.batch import Row, Track
 from engine.cuda.batch import LAST_TOKEN
+from engine.cuda.device import CudaDevice
 from engine.cuda.runner import CudaRunner
+from engine.device import Device, PlannedRow
 from engine.model_config import HybridConfig, LayerKind
 from engine.nemotron_h import NemotronH
 from engine.pools import StatePools
@@ -169,6 +172,57 @@ def test_decode_goes_on_with_what_its_slot_sampled(device: torch.device) -> None
 
 def test_layers_are_told_of_in_order(device: torch.device) -> None:
     pair, told = Pair("plain", device), list[int]()
-    pair.runner.step([Row(tokens(5, 1), 0, TABLES[0], 5, 1, None)], told.append)
-    pair.runner.finish_layers()
+    pair.runner.forward([Row(tokens(5, 1), 0, TABLES[0], 5, 1, None)], told.append)
     assert told == [0, 1, 2]
+
+
+def planned(key: int, start: int, token_ids: list[int] | None, **how: object) -> PlannedRow:
+    """A row of sequence 0 or 1 that samples; greedily and without log-probabilities unless told otherwise."""
+    settings = {"sampling": SamplingParams(temperature=0.0), "logprobs": LogprobOptions()} | how
+    return PlannedRow(
+        key=key,
+        token_ids=token_ids,
+        start=start,
+        page_table=TABLES[key],
+        slot=5 - key,
+        num_logits=1,
+        track=None,
+        samples=True,
+        prompt_ids=tokens(6, key),
+        output_ids=[],
+        prompt=None,
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def test_queued_steps_and_steps_sampled_on_the_host_follow_each_other(device: torch.device) -> None:
+    """What a step samples, wherever, reaches the next one; its results are those of the plain device."""
+    pair = Pair("plain", device)
+    plain, cuda = Device(pair.twin, frozenset(), overlap=False), CudaDevice(pair.runner, frozenset())
+    drawn = SamplingParams(temperature=1.0, sampling_seed=3)
+    wanted = LogprobOptions(wanted=True, top_num=2)
+    steps = [
+        [planned(0, 0, tokens(6, 0)), planned(1, 0, tokens(6, 1))],
+        [planned(0, 6, None), planned(1, 6, None)],
+        [planned(0, 7, None, sampling=drawn), planned(1, 7, None, logprobs=wanted)],
+        [planned(0, 8, None), planned(1, 8, None)],
+    ]
+    queued = [cuda.launch(rows) for rows in steps]
+    for rows, found in zip(steps, queued, strict=True):
+        expected = plain.launch(rows).result()
+        assert found.result().failed == expected.failed == {}
+        for key, token in expected.tokens.items():
+            ours = found.result().tokens[key]
+            assert ours.token_id == token.token_id
+            assert (ours.logprob is None) == (token.logprob is None)
+            assert ours.logprob is None or abs(ours.logprob - (token.logprob or 0.0)) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets the kernels
+def test_logits_that_are_not_finite_fail_their_own_row(device: torch.device) -> None:
+    pair = Pair("plain", device)
+    cuda = CudaDevice(pair.runner, frozenset())
+    cuda.launch([planned(0, 0, tokens(6, 0)), planned(1, 0, tokens(6, 1))]).result()
+    pair.pools[1].poison_slot(4)
+    found = cuda.launch([planned(0, 6, None), planned(1, 6, None)]).result()
+    assert set(found.tokens) == {0} and set(found.failed) == {1}
