@@ -85,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
             case Says(text, finish):
                 self._send(200, self._shape(text, finish))
             case "html":
-                self._send_bytes(200, b"<html><body>welcome</body></html>", "text/html")
+                self._send_bytes(200, b"<html>\x07<body>welcome</body></html>", "text/html")
             case "error":
                 self._send(503, {"error": {"message": "no room"}})
             case "abort":

@@ -26,16 +26,19 @@ class Scorer:
 
     def __init__(self, prefilled: float, *, flush: str = "flushed") -> None:
         self.prefilled, self.flushed = prefilled, flush
+        self.asked: list[str] = []
 
     async def flush(self) -> Any:
         from accuracy.client import Flush
 
+        self.asked.append("flush")
         return Flush(self.flushed)
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return (await self.generate_all([body]))[0]
 
     async def generate_all(self, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        self.asked.append("sample" if bodies[0]["sampling_params"]["max_new_tokens"] else "score")
         return [{"meta_info": self._meta(body)} for body in bodies]
 
     def _meta(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -66,6 +69,13 @@ async def test_equal_log_probabilities_are_within_the_bound_and_others_are_not()
         assert [one.within for one in found] == within
         assert [(one.case, one.tokens, one.unsure) for one in found] == [("cold", 6, 6), ("warm", 6, 6)]
         assert found[0].largest == pytest.approx(abs(prefilled + 1.0))
+
+
+async def test_what_is_scored_is_prefilled_and_not_found_in_a_cache() -> None:
+    scorer = Scorer(-1.0)
+    await measured(scorer)
+    cold, warm = ["flush", "sample", "flush", "score"], ["flush", "sample", "sample", "flush", "score"]
+    assert scorer.asked == ["score", *cold, *warm], "the first for the tokens of the prompt that is a text"
 
 
 async def test_a_server_that_cannot_flush_is_no_reference() -> None:

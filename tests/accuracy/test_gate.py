@@ -267,8 +267,10 @@ async def test_reports_say_the_same(task: Task, right: Behaviour, options: Optio
     assert [night.accuracies for night in report.nights] == [[run.accuracy for run in report.runs[::2]]]
 
 
-async def test_reports_of_a_dead_server(task: Task, options: Options, tmp_path: Path) -> None:
-    report = await gate(task, options("http://127.0.0.1:1"))
+async def test_reports_of_an_odd_server(task: Task, options: Options, tmp_path: Path) -> None:
+    with serving(lambda number, prompt: "html") as server:
+        report = await gate(task, options(server.url))
+    assert "\x07" in report.reasons[0]
     write_reports(report, tmp_path)
     suite = ET.parse(tmp_path / "report.xml").getroot()
     assert (suite.get("failures"), suite.get("errors")) == ("0", "1")
