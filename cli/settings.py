@@ -14,6 +14,7 @@ import msgspec
 from common.config import (
     DType,
     EngineConfig,
+    LoadFormat,
     LoopbackFaults,
     ModelConfig,
     NodeConfig,
@@ -91,6 +92,7 @@ NODE_SETTINGS = (
     Setting("model", "dtype", ("--dtype",), DType, "Of weights, KV and conv state"),
     Setting("model", "ssm_dtype", ("--mamba-ssm-dtype",), DType, "Of the SSM state"),
     Setting("model", "device", ("--device",), str, "torch device of the rank"),
+    Setting("model", "load_format", ("--load-format",), LoadFormat, "dummy: random weights, to measure speed"),
     Setting("server", "host", ("--host",), str, "Address to listen on"),
     Setting("server", "port", ("--port",), int, "Port to listen on"),
     Setting("server", "bootstrap_host", ("--bootstrap-host",), str, "Address where it opens rooms", _PREFILL),
@@ -155,7 +157,14 @@ NODE_SETTINGS = (
     ),
     Setting("engine", "context_length", ("--context-length",), int, "Longest sequence; the model's own by default"),
     Setting("engine", "threads", ("--threads",), int, "torch threads of the rank"),
-    Setting("transfer", "transport", ("--transport",), TransportName, "What carries the state between nodes", _PAIR),
+    Setting(
+        "transfer",
+        "transport",
+        ("--transport",),
+        TransportName,
+        "What carries the state; auto: cuda_ipc or mooncake",
+        _PAIR,
+    ),
     Setting("transfer", "protocol", ("--transfer-protocol",), Protocol, "What Mooncake uses", _PAIR),
     Setting(
         "transfer",

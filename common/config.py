@@ -17,8 +17,10 @@ class Role(enum.StrEnum):
 
 
 class TransportName(enum.StrEnum):
+    AUTO = "auto"
     MOONCAKE = "mooncake"
     LOOPBACK = "loopback"
+    CUDA_IPC = "cuda_ipc"
 
 
 class Protocol(enum.StrEnum):
@@ -38,10 +40,18 @@ class DType(enum.StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class LoadFormat(enum.StrEnum):
+    AUTO = "auto"
+    DUMMY = "dummy"
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """path: a Hugging Face folder. dtype: of weights, KV and conv state. ssm_dtype: of the SSM state."""
+    """path: a Hugging Face folder. dtype: of weights, KV and conv state. ssm_dtype: of the SSM state. load_format: auto
+    reads the folder's weights; dummy makes random ones, the same in every process with such a device, to measure speed.
+    """
 
     path: str
+    load_format: LoadFormat = LoadFormat.AUTO
     dtype: DType = DType.FLOAT32
     ssm_dtype: DType = DType.FLOAT32
     device: str = "cpu"
@@ -97,10 +107,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host: the address that peers reach this rank at (never 0.0.0.0). cluster_key_file: a shared secret; without one only
     loopback peers are accepted. disable_layerwise_transfer: send what a step completes when the whole step is done.
-    ssm_wire_dtype: what SSM states cross as, None: what they are.
+    ssm_wire_dtype: what SSM states cross as, None: what they are. transport: see `chosen_transport`.
     """
 
-    transport: TransportName = TransportName.MOONCAKE
+    transport: TransportName = TransportName.AUTO
     protocol: Protocol = Protocol.TCP
     device: str = ""
     host: str = "127.0.0.1"
@@ -202,6 +212,8 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
             f"--transfer-host {transfer.host or '(empty)'}: peers cannot reach it; give this machine's address",
             param="transfer_host",
         )
+    if config.role is not Role.UNIFIED:
+        _check_transport(config)
     if transfer.transport is TransportName.LOOPBACK and transfer.protocol is not Protocol.TCP:
         raise ConfigError(
             f"--transfer-protocol {transfer.protocol.value}: only with --transport mooncake", param="transfer_protocol"
@@ -228,6 +240,37 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
         if not 0 <= port <= 65535:
             raise ConfigError(f"--{name.replace('_', '-')} {port}: 0 to 65535", param=name)
     return config
+
+
+def chosen_transport(asked: TransportName, device: str) -> TransportName:
+    """auto is cuda_ipc where the pools lie in a card's memory, Mooncake where they lie in the host's."""
+    if asked is not TransportName.AUTO:
+        return asked
+    return TransportName.CUDA_IPC if device.startswith("cuda") else TransportName.MOONCAKE
+
+
+def _check_transport(config: NodeConfig) -> None:
+    """What carries the memory that the pools lie in, and nothing that would have to read it on a card."""
+    device, transfer = config.model.device, config.transfer
+    transport = chosen_transport(transfer.transport, device)
+    if device.startswith("cuda") is not (transport is TransportName.CUDA_IPC):
+        allowed = "cuda_ipc (or auto)" if device.startswith("cuda") else "mooncake, loopback (or auto)"
+        raise ConfigError(
+            f"--transport {transport.value}: it does not carry the memory of --device {device}, which {allowed} does",
+            param="transport",
+        )
+    if transport is not TransportName.CUDA_IPC:
+        return
+    if transfer.verify is Verify.FULL:
+        raise ConfigError(
+            "--verify full: sha256 is taken of host memory only; --device cuda allows off, digest", param="verify"
+        )
+    if transfer.ssm_wire_dtype not in (None, config.model.ssm_dtype):
+        raise ConfigError(
+            f"--ssm-wire-dtype {transfer.ssm_wire_dtype}: a state on a card crosses as it is "
+            f"(--mamba-ssm-dtype {config.model.ssm_dtype.value})",
+            param="ssm_wire_dtype",
+        )
 
 
 def _check_model_folder(path: str) -> None:

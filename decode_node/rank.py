@@ -27,7 +27,7 @@ from node.accounting import Rooms, RoomView
 from node.engine_host import EngineHost, finish_local, local_timing, room_in_use
 from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
-from node.transport_memory import host_allocator
+from node.transport_memory import pool_allocator
 from transfer.events import Committed, Released, RoomFailed
 from transfer.messages import TrackState
 from transfer.receiver import DecodeTransfer
@@ -62,7 +62,7 @@ class DecodeRole:
         self.rank = rank
         self.config = config.transfer
         self.transport = transport
-        self.host = EngineHost(config, allocate=host_allocator(transport), hold_after_prefill=False)
+        self.host = EngineHost(config, allocate=pool_allocator(transport), hold_after_prefill=False)
         self.transfer = DecodeTransfer(
             layout=self.host.layout,
             placements=self.host.runner.pools.placements(),
@@ -308,7 +308,7 @@ def _other_prompt(sequence: Sequence, metadata: HandoffMetadata) -> RequestError
 
 
 def make_decode_role(config: NodeConfig, rank: int, waker: Waker) -> DecodeRole:
-    return DecodeRole(config, rank, open_transport(config.transfer), waker)
+    return DecodeRole(config, rank, open_transport(config.transfer, config.model.device), waker)
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from engine.batch import OnLayer, Row, build_batch
 from engine.model_config import HybridConfig
 from engine.nemotron_h import NemotronH
 from engine.pools import StatePools
-from engine.weights import load_weights, weights_revision
+from engine.weights import weights_of
 
 
 class ModelRunner:
@@ -40,10 +39,10 @@ class ModelRunner:
 
         allocate: where the pools' memory comes from, see `StatePools`. Raises ConfigError.
         """
-        folder, device = Path(model_config.path), torch_device(model_config.device)
+        device = torch_device(model_config.device)
         dtype = torch_dtype(model_config.dtype)
-        config = HybridConfig.from_folder(folder)
-        weights = load_weights(folder, config, dtype, device)
+        config = HybridConfig.from_folder(model_config.path)
+        weights, revision = weights_of(model_config, config, dtype, device)
         pools = StatePools(
             config,
             num_pages=num_pages,
@@ -52,7 +51,7 @@ class ModelRunner:
             dtype=dtype,
             ssm_dtype=torch_dtype(model_config.ssm_dtype),
             device=device,
-            revision=weights_revision(folder),
+            revision=revision,
             allocate=allocate,
         )
         with torch.inference_mode():

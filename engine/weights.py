@@ -11,6 +11,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.config import LoadFormat, ModelConfig
 from common.errors import ConfigError
 from engine.model_config import HybridConfig, LayerKind
 
@@ -46,6 +47,38 @@ def load_weights(
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise _error(next(iter(files)), missing[0], f"missing{more}")
     return weights
+
+
+def random_weights(
+    config: HybridConfig, dtype: torch.dtype, device: torch.device | str, seed: int = 0
+) -> dict[str, Tensor]:
+    """What `load_weights` returns, made up, of a scale at which states neither die nor explode."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = {}
+    for name, shape in expected_shapes(config).items():
+        kept = torch.float32 if keep_float32(name) else dtype
+        value = torch.randn(shape, device=device, dtype=kept, generator=generator)
+        if name.endswith("A_log"):
+            value = value.uniform_(1, 16, generator=generator).log()
+        elif name.endswith("dt_bias"):
+            value = value * 0.5 - 4
+        elif len(shape) == 1:
+            value = value * 0.1 + 1
+        elif "embeddings" not in name:
+            value *= shape[-1] ** -0.5 * (0.3 if name.endswith(("out_proj.weight", "down_proj.weight")) else 1.0)
+        weights[name] = value
+    return weights
+
+
+def weights_of(
+    model: ModelConfig, config: HybridConfig, dtype: torch.dtype, device: torch.device | str
+) -> tuple[dict[str, Tensor], str]:
+    """The weights that the settings ask for and their revision. Raises ConfigError."""
+    match model.load_format:
+        case LoadFormat.AUTO:
+            return load_weights(model.path, config, dtype, device), weights_revision(model.path)
+        case LoadFormat.DUMMY:
+            return random_weights(config, dtype, device), "dummy"
 
 
 def weights_revision(path: str | Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from common.config import NodeConfig, Role
+from common.config import NodeConfig, Role, chosen_transport
 from node.answers import WEIGHT_VERSION
 from node.limits import ServingLimits
 from node.messages import Ready
@@ -53,7 +53,7 @@ def server_info(
         "tp_size": 1,
         "dp_size": limits.num_ranks,
         "disaggregation_mode": "null" if config.role is Role.UNIFIED else config.role.value,
-        "disaggregation_transfer_backend": config.transfer.transport.value,
+        "disaggregation_transfer_backend": chosen_transport(config.transfer.transport, config.model.device).value,
         "disaggregation_bootstrap_port": bootstrap_port,
         "bootstrap_port": bootstrap_port,
         "transport": first.transport,

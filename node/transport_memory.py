@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.errors import TransferError
 from transfer.transport import Transport
+
+
+def pool_allocator(transport: Transport) -> Callable[[int], Tensor]:
+    """An allocator of memory that the transport carries: uint8 tensors of the asked number of bytes."""
+    return device_allocator(transport) if transport.on_device else host_allocator(transport)
 
 
 def host_allocator(transport: Transport) -> Callable[[int], Tensor]:
@@ -17,3 +24,31 @@ def host_allocator(transport: Transport) -> Callable[[int], Tensor]:
         return torch.frombuffer(transport.host_buffer(nbytes), dtype=torch.uint8)
 
     return allocate
+
+
+def device_allocator(transport: Transport) -> Callable[[int], Tensor]:
+    """The same of the memory of the transport's card."""
+    from transfer.cuda_ipc import CudaIpcTransport
+
+    assert isinstance(transport, CudaIpcTransport)
+
+    def allocate(nbytes: int) -> Tensor:
+        try:
+            address = transport.device_buffer(nbytes)
+        except TransferError as error:
+            raise MemoryError(error.message) from error
+        return torch.as_tensor(_DeviceBytes(address, nbytes), device=transport.device)
+
+    return allocate
+
+
+class _DeviceBytes:
+    """Device memory as torch takes it over without copying."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }

@@ -28,7 +28,7 @@ from node.accounting import Rooms, RoomView
 from node.engine_host import EngineHost, room_in_use
 from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
-from node.transport_memory import host_allocator
+from node.transport_memory import pool_allocator
 from transfer.events import Released, RoomDeclined, RoomFailed, RoomOpened, Sent
 from transfer.posting import Piece
 from transfer.sender import Outgoing, PrefillTransfer
@@ -53,7 +53,7 @@ class PrefillRole:
         self.rank = rank
         self.config = config.transfer
         self.transport = transport
-        self.host = EngineHost(config, allocate=host_allocator(transport), hold_after_prefill=True)
+        self.host = EngineHost(config, allocate=pool_allocator(transport), hold_after_prefill=True)
         pools = self.host.runner.pools
         self.transfer = PrefillTransfer(
             layout=self.host.layout,
@@ -237,7 +237,7 @@ def _view(room: PrefillRoom, state: str | None) -> RoomView:
 
 
 def make_prefill_role(config: NodeConfig, rank: int, waker: Waker) -> PrefillRole:
-    return PrefillRole(config, rank, open_transport(config.transfer), waker)
+    return PrefillRole(config, rank, open_transport(config.transfer, config.model.device), waker)
 
 
 def main() -> None:

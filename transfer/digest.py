@@ -14,11 +14,14 @@ from typing import Any
 import xxhash
 
 from common.config import Verify
+from common.errors import ConfigError
 from common.layout import PoolLayout, PoolPlacement, StateKind, StateLayout
 from transfer.narrow import is_narrowed, landing, widen
 from transfer.plan import KV, TRACK
+from transfer.transport import Transport
 
 METADATA = "metadata"
+HOST_DIGEST, DEVICE_DIGEST = "xxh3", "xxh3 over words hashed on the card"
 
 Stretch = tuple[int, int]
 """The first of some items that count up by one, and how many they are."""
@@ -40,29 +43,33 @@ class StateReader:
     def of(self, *kinds: StateKind) -> list[PoolReader]:
         return [pool for pool in self.pools if pool.kind in kinds]
 
+    def begin(self, verify: Verify) -> StateDigests:
+        """The digests of one request, of which nothing was taken yet."""
+        return StateDigests(self, verify)
+
 
 class PoolReader:
     def __init__(self, pool: PoolLayout, place: PoolPlacement, narrowed: bool) -> None:
         extent = (place.count - 1) * place.stride_bytes + pool.item_bytes
         self.kind, self.layer, self.narrowed = pool.kind, pool.layer, narrowed
+        self.base, self.stride_bytes, self.item_bytes = place.base, place.stride_bytes, pool.item_bytes
         self._view = memoryview((ctypes.c_ubyte * extent).from_address(place.base)).cast("B")
-        self._stride, self._item = place.stride_bytes, pool.item_bytes
 
     def item(self, item: int) -> memoryview:
-        return self._view[item * self._stride :][: self._item]
+        return self._view[item * self.stride_bytes :][: self.item_bytes]
 
     def spans(self, stretches: Iterable[Stretch]) -> Iterator[memoryview]:
         """The bytes of the items, in their order, in as few pieces as the pool allows."""
-        if self._stride != self._item:
+        if self.stride_bytes != self.item_bytes:
             for first, count in stretches:
                 yield from map(self.item, range(first, first + count))
             return
         for first, count in stretches:
-            yield self._view[first * self._item : (first + count) * self._item]
+            yield self._view[first * self.item_bytes : (first + count) * self.item_bytes]
 
 
 class _Hash:
-    """A running `_digest`: xxh3, and sha256 beside it when every byte is to be proven equal."""
+    """A running `digest_of`: xxh3, and sha256 beside it when every byte is to be proven equal."""
 
     def __init__(self, verify: Verify) -> None:
         assert verify is not Verify.OFF, "no digest is taken when verify is off"
@@ -103,7 +110,7 @@ class StateDigests:
             if pool.layer in layers:
                 part = TRACK if track else pool.kind.value
                 data = narrowed if pool.narrowed and narrowed is not None else pool.item(slot)
-                self._slots[part, pool] = _digest(data, self._verify)
+                self._slots[part, pool] = digest_of(data, self._verify)
 
     def digests(self) -> dict[str, bytes]:
         """By part, of what was taken."""
@@ -112,7 +119,7 @@ class StateDigests:
             found = [self._slots[part, pool] for pool in self._reader.pools if (part, pool) in self._slots]
             if found:
                 parts[part] = found
-        return {part: _digest(b"".join(found), self._verify) for part, found in parts.items()}
+        return {part: digest_of(b"".join(found), self._verify) for part, found in parts.items()}
 
 
 class Incoming:
@@ -132,7 +139,7 @@ class Incoming:
         track_slot: int | None,
     ) -> None:
         self._verify, self._pages = verify, pages
-        self._digests = StateDigests(reader, verify) if verify is not Verify.OFF else None
+        self._digests = reader.begin(verify) if verify is not Verify.OFF else None
         self._narrowed = {pool.layer: pool for pool in reader.pools if pool.narrowed}
         self._slots = {False: slot, True: track_slot}
         self._next_page = {pool.layer: first for pool in reader.pools}
@@ -169,11 +176,37 @@ class Incoming:
         return self._digests.digests() | {METADATA: metadata_digest(metadata, self._verify)}
 
 
+def digest_kind(transport: Transport) -> str:
+    """What two ends must have in common, besides `--verify`, for their digests to be comparable."""
+    return DEVICE_DIGEST if transport.on_device else HOST_DIGEST
+
+
+def open_reader(
+    layout: StateLayout, placements: Sequence[PoolPlacement], wire: str, verify: Verify, transport: Transport
+) -> StateReader | None:
+    """None when nothing has to be read: neither for digests nor to narrow a state. Raises ConfigError for what cannot
+    be read on a card."""
+    narrows = any(is_narrowed(pool, wire) for pool in layout.pools)
+    if not narrows and verify is Verify.OFF:
+        return None
+    if not transport.on_device:
+        return StateReader(layout, placements, wire)
+    if narrows or verify is Verify.FULL:
+        asked = f"--ssm-wire-dtype {wire}" if narrows else "--verify full"
+        param = "ssm_wire_dtype" if narrows else "verify"
+        raise ConfigError(f"{asked}: not with --transport {transport.name}, which never reads the state", param=param)
+    from transfer.cuda_ipc import CudaIpcTransport
+    from transfer.device_digest import DeviceReader
+
+    assert isinstance(transport, CudaIpcTransport)
+    return DeviceReader(layout, placements, transport.device)
+
+
 def metadata_digest(payload: bytes, verify: Verify) -> bytes:
-    return _digest(payload, verify)
+    return digest_of(payload, verify)
 
 
-def _digest(data: memoryview | bytes, verify: Verify) -> bytes:
+def digest_of(data: memoryview | bytes, verify: Verify) -> bytes:
     quick = xxhash.xxh3_64_digest(data)
     return quick + hashlib.sha256(data).digest() if verify is Verify.FULL else quick
 

@@ -13,6 +13,7 @@ from common.config import Verify
 from common.errors import ConfigError, ServingError, TransferError, from_record
 from common.layout import PoolPlacement, StateLayout
 from transfer.channel import MAX_FRAME_BYTES, Channel, is_loopback
+from transfer.digest import digest_kind
 from transfer.messages import PROTOCOL_VERSION, Answer, Challenge, Hello, Message, Proof, Refused
 from transfer.transport import Transport
 
@@ -43,6 +44,8 @@ class Identity:
             verify=self.verify,
             layout=self.layout,
             ssm_wire_dtype=self.ssm_wire_dtype,
+            transport=self.transport.name,
+            digest=digest_kind(self.transport),
             session=self.transport.session,
             placements=self.placements,
         )
@@ -124,6 +127,10 @@ def check_fit(mine: Hello, theirs: Hello) -> None:
         raise ConfigError(
             f"--ssm-wire-dtype: {ours} here, {other} there", code="layout_mismatch", param="ssm_wire_dtype"
         )
+    for what in ("transport", "digest"):
+        ours, other = getattr(mine, what), getattr(theirs, what)
+        if ours and other and ours != other:
+            raise ConfigError(f"{what}: {ours} here, {other} there", code="layout_mismatch", param="transport")
 
 
 async def _check_client(channel: Channel, key: bytes | None) -> None:

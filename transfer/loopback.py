@@ -67,6 +67,7 @@ class LoopbackTransport:
     """Copies with memmove. Works inside one process and between processes of one user on one host."""
 
     name = "loopback"
+    on_device = False
 
     def __init__(self, faults: LoopbackFaults = LoopbackFaults()) -> None:  # noqa: B008 (frozen)
         self._faults = _FaultSource(faults)
@@ -147,6 +148,10 @@ class LoopbackTransport:
     def reopen(self) -> bool:
         """A write is over when it returns, also one that failed."""
         return True
+
+    def forget(self, session: str) -> None:
+        with self._lock:
+            self._peers.pop(session, None)
 
     def close(self) -> None:
         """Let go of the memory files. Views of the buffers stay valid for as long as somebody holds them."""

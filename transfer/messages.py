@@ -64,7 +64,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Who this end is. instance: random, of this start of the process. ssm_wire_dtype: what SSM states cross as.
-    session, placements: where it can be written to. (The last three are empty on a bootstrap endpoint.)"""
+    transport, digest: what it writes with, how its parts are hashed. session, placements: where it can be written to.
+    (The last five are empty on a bootstrap endpoint.)"""
 
     version: int
     role: str
@@ -73,6 +74,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     verify: Verify
     layout: StateLayout
     ssm_wire_dtype: str = ""
+    transport: str = ""
+    digest: str = ""
     session: str = ""
     placements: tuple[PoolPlacement, ...] = ()
 

@@ -39,6 +39,8 @@ _WRITE_CODES = {-1: "the peer could not be reached or refused the write", -202: 
 class MooncakeTransport:
     """One initialised engine. `data_port` is where peers' TCP writes come in (None for RDMA and NVLink)."""
 
+    on_device = False
+
     def __init__(self, config: TransferConfig) -> None:
         """Raises ConfigError as `open_mooncake` does."""
         self.name = f"mooncake-{config.protocol.value}"
@@ -132,6 +134,9 @@ class MooncakeTransport:
             self._engine, self._data_port = engine, data_port
         log.info("%s began anew, session %s", self.name, self.session)
         return True
+
+    def forget(self, session: str) -> None:
+        """Mooncake keeps no memory of a peer's."""
 
     def close(self) -> None:
         """End the engine (its destructor closes every connection); buffers live on while somebody holds a view."""

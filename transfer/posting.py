@@ -11,7 +11,7 @@ from common.config import Verify
 from common.errors import TransferError
 from common.handoff import HandoffMetadata
 from common.layout import PoolPlacement, StateKind, StateLayout
-from transfer.digest import METADATA, StateDigests, StateReader, metadata_digest
+from transfer.digest import METADATA, StateReader, metadata_digest
 from transfer.messages import Commit, Landed, Landing, Open, TrackState
 from transfer.narrow import Staging, address_of
 from transfer.plan import TRACK, Pair, coalesce, plan_pages, plan_slot
@@ -72,7 +72,7 @@ class Posting:
         self._layout, self._mine, self._theirs, self._offer = layout, mine, theirs, offer
         self._verify, self._staging = verify, staging
         self.one_at_a_time = staging is not None
-        self._digesting = StateDigests(reader, verify) if reader is not None and verify is not Verify.OFF else None
+        self._digesting = reader.begin(verify) if reader is not None and verify is not Verify.OFF else None
         self._narrowed = {pool.layer: pool for pool in reader.pools if pool.narrowed} if reader is not None else {}
         self._staged: dict[bool, memoryview] = {}
         self._digests: dict[str, bytes] = {}

@@ -28,11 +28,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from common.config import TransferConfig, Verify
+from common.config import TransferConfig
 from common.errors import AbortedError, RequestError, ServingError, TransferError, WorkerError, from_record
 from common.handoff import HandoffMetadata, RoomAddress
 from common.layout import PoolPlacement, StateLayout
-from transfer.digest import Incoming, StateReader
+from transfer.digest import Incoming, open_reader
 from transfer.events import Committed, DecodeEvent, EventQueue, Released, RoomFailed
 from transfer.handshake import Identity, brief, read_key
 from transfer.lease import Lease, LeaseState
@@ -54,7 +54,7 @@ from transfer.messages import (
     Ranks,
     TrackState,
 )
-from transfer.narrow import is_narrowed, wire_dtype
+from transfer.narrow import wire_dtype
 from transfer.rendezvous import look_up
 from transfer.server import dial
 from transfer.transport import Transport
@@ -97,8 +97,7 @@ class DecodeTransfer:
         self._layout, self._placements = layout, tuple(placements)
         self._transport, self._config = transport, config
         wire = wire_dtype(layout, config.ssm_wire_dtype)
-        narrows = any(is_narrowed(pool, wire) for pool in layout.pools)
-        self._reader = StateReader(layout, placements, wire) if narrows or config.verify is not Verify.OFF else None
+        self._reader = open_reader(layout, placements, wire, config.verify, transport)
         self._key = read_key(config.cluster_key_file)
         self._identity = Identity("decode", node_id, config.verify, layout, self._placements, transport, wire)
         self._events: EventQueue[DecodeEvent] = EventQueue(wake)

@@ -22,12 +22,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.config import TransferConfig, Verify
+from common.config import TransferConfig
 from common.errors import AbortedError, RequestError, ServingError, TransferError, WorkerError, from_record
 from common.handoff import HandoffMetadata
 from common.layout import PoolPlacement, StateKind, StateLayout
 from transfer.channel import Channel
-from transfer.digest import StateReader
+from transfer.digest import open_reader
 from transfer.events import EventQueue, Offer, PrefillEvent, Released, RoomDeclined, RoomFailed, RoomOpened, Sent
 from transfer.flight import Flight
 from transfer.gate import WriteGate
@@ -100,8 +100,7 @@ class PrefillTransfer:
         self._transport, self._config = transport, config
         wire = wire_dtype(layout, config.ssm_wire_dtype)
         self._narrows = any(is_narrowed(pool, wire) for pool in layout.pools)
-        needs_reader = self._narrows or config.verify is not Verify.OFF
-        self._reader = StateReader(layout, placements, wire) if needs_reader else None
+        self._reader = open_reader(layout, placements, wire, config.verify, transport)
         self._spare_stagings: list[Staging] = []
         self._identity = Identity("prefill", node_id, config.verify, layout, self._placements, transport, wire)
         self._events: EventQueue[PrefillEvent] = EventQueue(wake)
@@ -461,9 +460,16 @@ class PrefillTransfer:
                     break
                 jobs.append(following[1])
             self._perform(entry, jobs)
+        self._forget(peer)
         if peer.staging is not None:
             with self._lock:
                 self._spare_stagings.append(peer.staging)
+
+    def _forget(self, peer: Peer) -> None:
+        try:
+            self._transport.forget(peer.link.peer.session)
+        except TransferError as error:
+            log.warning("decode rank %s is not let go of: %s", peer.link.peer.node_id, brief(error))
 
     def _greet(self, peer: Peer) -> None:
         """Open the data connections by writing the reserved page or slot 0 of the first pool, which nobody reads.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from common.config import TransferConfig, TransportName
+from common.config import TransferConfig, TransportName, chosen_transport
 from common.errors import ConfigError
 
 
@@ -27,6 +27,11 @@ class Transport(Protocol):
     @property
     def name(self) -> str:
         """What was really installed, e.g. "mooncake-tcp"."""
+        ...
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it carries the memory of a card, which the host cannot read, or the host's."""
         ...
 
     @property
@@ -78,22 +83,30 @@ class Transport(Protocol):
         """
         ...
 
+    def forget(self, session: str) -> None:
+        """Let go of what is held of a peer that is lost, once its writes are over. A later write reaches it anew."""
+        ...
+
     def close(self) -> None: ...
 
 
-def open_transport(config: TransferConfig) -> Transport:
-    """The transport that the configuration asks for, ready to write. Raises ConfigError."""
+def open_transport(config: TransferConfig, device: str = "cpu") -> Transport:
+    """The transport that the configuration asks for, ready to write. device: where pools lie. Raises ConfigError."""
     if config.host in ("", "0.0.0.0", "::"):
         raise ConfigError(
             f"--transfer-host {config.host or '(empty)'}: peers cannot reach it; give this machine's address",
             param="transfer_host",
         )
-    match config.transport:
+    match chosen_transport(config.transport, device):
+        case TransportName.CUDA_IPC:
+            from transfer.cuda_ipc import open_cuda_ipc
+
+            return open_cuda_ipc(device)
         case TransportName.LOOPBACK:
             from transfer.loopback import LoopbackTransport
 
             return LoopbackTransport(config.faults)
-        case TransportName.MOONCAKE:
+        case TransportName.MOONCAKE | TransportName.AUTO:  # auto has become another by now
             from transfer.mooncake import open_mooncake
 
             return open_mooncake(config)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from common.config import EngineConfig, ModelConfig
-from common.errors import ConfigError
 from engine.cuda.memory import check_memory, plan_memory
 from engine.cuda.runner import CudaRunner
 from engine.model_config import HybridConfig
 from engine.pools import StatePools
 from engine.runner import torch_dtype
-from engine.weights import load_weights, weights_revision
+from engine.weights import weights_of
 
 
 def load_cuda_runner(
@@ -31,14 +29,7 @@ def load_cuda_runner(
 ) -> CudaRunner:
     """See `ModelRunner.load`. step_tokens: of the largest step. Raises ConfigError, also when memory does not suffice:
     before any of it is taken."""
-    if allocate is not None:
-        raise ConfigError(
-            f"--device {device}: with the unified role only; a prefill or decode rank has its pools in the memory of "
-            "its transport, which is the host's",
-            param="device",
-        )
-    folder = Path(model_config.path)
-    config = HybridConfig.from_folder(folder)
+    config = HybridConfig.from_folder(model_config.path)
     dtype, ssm_dtype = torch_dtype(model_config.dtype), torch_dtype(model_config.ssm_dtype)
     page_size = engine_config.page_size
     plan = plan_memory(
@@ -52,7 +43,7 @@ def load_cuda_runner(
         logit_rows=step_tokens,
     )
     check_memory(plan, torch.cuda.mem_get_info(device)[0])
-    weights = load_weights(folder, config, dtype, device)
+    weights, revision = weights_of(model_config, config, dtype, device)
     pools = StatePools(
         config,
         num_pages=num_pages,
@@ -61,8 +52,8 @@ def load_cuda_runner(
         dtype=dtype,
         ssm_dtype=ssm_dtype,
         device=device,
-        revision=weights_revision(folder),
-        allocate=None,
+        revision=revision,
+        allocate=allocate,
     )
     return CudaRunner(
         config,
