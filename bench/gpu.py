@@ -1,7 +1,8 @@
 """Speed of the native engine on one CUDA device at the shape of Nemotron Nano 9B v2, with random weights.
 
-`python bench/gpu.py [--resume] [--out FOLDER] [--sections rates,products,decode,engine,effects,prefill,profile]`. Speed
-does not depend on the weights. A section is written when it is done, so that the script can be continued.
+`python bench/gpu.py [--resume] [--out FOLDER] [--sections NAME,NAME]`; sections: rates, products, handoff (see
+`gpu_handoff.py`), decode, engine, effects, prefill, profile. Speed does not depend on the weights. A section is written
+when it is done, so that the script can be continued.
 Floors: decode at batch b reads the weights without the input embedding once, reads and writes b slots and reads b x
 context tokens of KV, at the copy rate of the same run (bytes read plus bytes written); prefill computes 2 FLOP for each
 weight but embedding and head, at the rate of a large matrix product of the same run.
@@ -22,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.gpu_handoff import handoff
 from bench.results import FOLDER, write_result
 from common.sampling import LogprobOptions, SamplingParams
 from engine.allocator import PageAllocator, SlotAllocator
@@ -42,7 +43,7 @@ from engine.radix_cache import RadixCache
 from engine.scheduler import Limits, Scheduler
 from engine.sequence import Phase, Sequence
 from engine.stopping import StopChecker
-from engine.weights import expected_shapes, keep_float32
+from engine.weights import random_weights
 
 PATTERN = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
 BATCHES = (1, 8, 32, 128)
@@ -80,24 +81,6 @@ def nano_9b() -> HybridConfig:
     )
 
 
-def random_weights(config: HybridConfig, device: torch.device) -> dict[str, Tensor]:
-    """Of a scale at which states neither die nor explode."""
-    weights = {}
-    for name, shape in expected_shapes(config).items():
-        dtype = torch.float32 if keep_float32(name) else torch.bfloat16
-        value = torch.randn(shape, device=device, dtype=dtype)
-        if name.endswith("A_log"):
-            value = value.uniform_(1, 16).log()
-        elif name.endswith("dt_bias"):
-            value = value * 0.5 - 4
-        elif len(shape) == 1:
-            value = value * 0.1 + 1
-        elif "embeddings" not in name:
-            value *= shape[-1] ** -0.5 * (0.3 if name.endswith(("out_proj.weight", "down_proj.weight")) else 1.0)
-        weights[name] = value
-    return weights
-
-
 class Bench:
     """One runner of the 9B shape, with room for the largest batch."""
 
@@ -105,7 +88,7 @@ class Bench:
         self.device = torch.device("cuda")
         torch.manual_seed(0)
         self.config = nano_9b()
-        weights = random_weights(self.config, self.device)
+        weights = random_weights(self.config, torch.bfloat16, self.device)
         pages = 1 + max(rows * (CONTEXT + 512), 4 * 8192 + 64) // PAGE
         pools = StatePools(
             self.config,
@@ -380,7 +363,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of gpu.json")
     parser.add_argument("--resume", action="store_true", help="go on with the sections that gpu.json lacks")
-    parser.add_argument("--sections", default="rates,decode,engine,effects,prefill,profile")
+    parser.add_argument("--sections", default="rates,handoff,decode,engine,effects,prefill,profile")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing to measure")
@@ -392,7 +375,7 @@ def main() -> None:
     for name in arguments.sections.split(","):
         if name in found:
             continue
-        if name not in ("rates", "products"):
+        if name not in ("rates", "products", "handoff"):
             bench = bench or Bench(max(BATCHES), max(b * n for b, n in PROMPTS))
         found[name] = measure(name, bench, found.get("rates", {}))
         found.setdefault("made", {})[name] = circumstances(bench)
@@ -406,6 +389,9 @@ def measure(name: str, bench: Bench | None, measured: Figures) -> Figures:
             return rates()
         case "products":
             return products()
+        case "handoff":
+            torch.cuda.empty_cache()
+            return handoff(nano_9b())
     assert bench is not None
     match name:
         case "decode":

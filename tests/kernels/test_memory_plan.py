@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.config import EngineConfig, ModelConfig
 from common.errors import ConfigError
-from engine.cuda.load import load_cuda_runner
 from engine.cuda.memory import MemoryPlan, check_memory, plan_memory
 from tests.kernels.test_cuda_model import make_config, make_pools, make_weights
 
@@ -48,18 +46,3 @@ def test_the_setting_that_asks_for_most_is_named(most: str, param: str) -> None:
     with pytest.raises(ConfigError, match=f"--{param.replace('_', '-')}") as caught:
         check_memory(plan, 99)
     assert caught.value.param == param
-
-
-def test_pools_in_a_transports_memory_are_refused() -> None:
-    with pytest.raises(ConfigError, match="unified role only") as caught:
-        load_cuda_runner(
-            ModelConfig(path="models/tandem-mini"),
-            EngineConfig(),
-            torch.device("cuda"),
-            num_pages=10,
-            num_slots=4,
-            step_tokens=64,
-            context_length=64,
-            allocate=lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8),
-        )
-    assert caught.value.param == "device"

@@ -367,9 +367,9 @@ def unified_ranks(**settings: object) -> Iterator[Ranks]:
 def disaggregated_ranks(**settings: object) -> Iterator[Ranks]:
     prefill_config = node_config(Role.PREFILL, **settings)  # type: ignore[arg-type]
     decode_config = node_config(Role.DECODE, **settings)  # type: ignore[arg-type]
-    prefill = PrefillRole(prefill_config, 0, open_transport(prefill_config.transfer), Waker())
+    prefill = PrefillRole(prefill_config, 0, open_transport(prefill_config.transfer, prefill_config.model.device), Waker())
     try:
-        decode = DecodeRole(decode_config, 0, open_transport(decode_config.transfer), Waker())
+        decode = DecodeRole(decode_config, 0, open_transport(decode_config.transfer, decode_config.model.device), Waker())
         try:
             with bootstrap(prefill) as port:
                 yield Ranks([prefill, decode], port)

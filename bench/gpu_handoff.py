@@ -1,0 +1,248 @@
+"""The section `handoff` of `gpu.py`: what a hand-off between two processes on one card costs.
+
+Nodes of the 9B shape with random weights, asked over HTTP, one request at a time, no prompt twice. Time to first token:
+from sending the request to the first event of its stream. unified; pair: both legs sent at once, as a router does;
+router: through one; late: the pair with a prefill node that sends when all layers are done, so that `exposed` is then
+the whole hand-off. exposed: from the end of prefill until decode has accepted, as the prefill leg's answer says it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+
+from common.config import Verify
+from engine.model_config import HybridConfig
+from engine.pools import StatePools
+from node.transport_memory import pool_allocator
+from tests.support.stack import MODEL, Server, free_port, node, running, wait_healthy
+from transfer.cuda_ipc import CudaIpcTransport
+from transfer.device_digest import DeviceReader
+from transfer.plan import all_layers, plan_pages, plan_slot
+
+LENGTHS = (2048, 2100, 8192)
+REPEATS, WARM_UPS = 7, 2
+PAGE = 16
+NODE = {
+    "device": "cuda",
+    "load-format": "dummy",
+    "dtype": "bfloat16",
+    "chunked-prefill-size": 8192,
+    "max-total-tokens": 40960,
+    "max-mamba-cache-size": 24,
+    "max-running-requests": 8,
+}
+Figures = dict[str, Any]
+
+
+def handoff(config: HybridConfig) -> Figures:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(config, folder / "model")
+        with nodes(folder) as servers:
+            figures = asyncio.run(first_tokens(servers, config.vocab_size))
+    return figures | pieces(config)
+
+
+def write_model(config: HybridConfig, folder: Path) -> None:
+    """A model's folder without weights, with the tokenizer of the bundled model: prompts are given as ids."""
+    folder.mkdir()
+    shutil.copy(MODEL / "tokenizer.json", folder)
+    keys = json.loads((MODEL / "config.json").read_text()) | {
+        "hybrid_override_pattern": "".join(kind.value for kind in config.layers),
+        "num_hidden_layers": len(config.layers),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "intermediate_size": config.intermediate_size,
+        "mamba_num_heads": config.num_heads,
+        "mamba_head_dim": config.head_dim,
+        "ssm_state_size": config.d_state,
+        "n_groups": config.n_groups,
+        "conv_kernel": config.conv_kernel,
+        "chunk_size": config.chunk_size,
+        "num_attention_heads": config.attention_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.attention_head_dim,
+    }
+    (folder / "config.json").write_text(json.dumps(keys))
+
+
+@contextmanager
+def nodes(folder: Path) -> Iterator[dict[str, tuple[Server, int]]]:
+    """unified, prefill, late, decode, router, by name, with the bootstrap port of those that have one."""
+    settings = NODE | {"model-path": folder / "model"}
+    model = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    found: dict[str, tuple[Server, int]] = {}
+    with ExitStack() as exits:
+        for name, role, extra in (
+            ("unified", "unified", []),
+            ("prefill", "prefill", []),
+            ("late", "prefill", ["--disable-layerwise-transfer"]),
+            ("decode", "decode", []),
+        ):
+            port = free_port() if role == "prefill" else None
+            logs = folder / name
+            logs.mkdir()
+            server = exits.enter_context(node(role, logs, [*model, *extra], bootstrap_port=port))
+            found[name] = (server, port or 0)
+        for server, _ in found.values():
+            wait_healthy(server, 150)
+        prefill, port = found["prefill"]
+        own = free_port()
+        arguments = ["router", "--port", str(own), "--decode", found["decode"][0].url]
+        arguments += ["--prefill", prefill.url, str(port)]
+        router = exits.enter_context(running("router", arguments, f"http://127.0.0.1:{own}", folder))
+        wait_healthy(router, 60)
+        found["router"] = (router, 0)
+        yield found
+
+
+async def first_tokens(servers: dict[str, tuple[Server, int]], vocabulary: int) -> Figures:
+    """By length and way, milliseconds: the median, the smallest and largest; of pairs the exposed part too."""
+    draw, figures = random.Random(5), {}
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+        for length in LENGTHS:
+            rows: dict[str, list[Figures]] = {way: [] for way in ("unified", "pair", "router", "late")}
+            for _ in range(WARM_UPS + REPEATS):
+                for way, found in rows.items():
+                    ids = [draw.randrange(1, vocabulary) for _ in range(length)]
+                    found.append(await ask(session, servers, way, ids, draw.randrange(2**40)))
+            figures[f"ttft {length}"] = summary({way: found[WARM_UPS:] for way, found in rows.items()})
+            print(f"ttft {length}", figures[f"ttft {length}"], flush=True)
+    return figures
+
+
+def summary(rows: dict[str, list[Figures]]) -> Figures:
+    figures: Figures = {}
+    for way, found in rows.items():
+        times = [row["ttft_ms"] for row in found]
+        figures[f"{way}_ms"] = statistics.median(times)
+        figures[f"{way}_range_ms"] = f"{min(times):.1f}-{max(times):.1f}"
+        for key in ("exposed_ms", "prefill_ms", "bytes"):
+            values = [row[key] for row in found if key in row]
+            if values:
+                figures[f"{way}_{key}"] = statistics.median(values)
+    figures["pair_more_ms"] = figures["pair_ms"] - figures["unified_ms"]
+    return figures
+
+
+async def ask(
+    session: aiohttp.ClientSession, servers: dict[str, tuple[Server, int]], way: str, ids: list[int], room: int
+) -> Figures:
+    body: Figures = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
+    }
+    if way in ("unified", "router"):
+        return {"ttft_ms": await first_event(session, servers[way][0].url, body)}
+    prefill, port = servers["prefill" if way == "pair" else "late"]
+    body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
+    leg = asyncio.ensure_future(answer(session, prefill.url, body))
+    ttft_ms = await first_event(session, servers["decode"][0].url, body)
+    meta = (await leg)["meta_info"]
+    return {
+        "ttft_ms": ttft_ms,
+        "exposed_ms": meta["timing"]["transfer_s"] * 1e3,
+        "prefill_ms": meta["timing"]["prefill_s"] * 1e3,
+        "bytes": sum(meta["transfer_bytes"].values()),
+    }
+
+
+async def answer(session: aiohttp.ClientSession, url: str, body: Figures) -> Figures:
+    async with session.post(f"{url}/generate", json=body) as response:
+        assert response.status == 200, await response.text()
+        found: Figures = await response.json()
+        return found
+
+
+async def first_event(session: aiohttp.ClientSession, url: str, body: Figures) -> float:
+    """Milliseconds; reads the whole answer, so that nothing runs afterwards."""
+    data = json.dumps(body | {"stream": True}).encode()
+    begin, first_s = time.perf_counter(), 0.0
+    headers = {"content-type": "application/json"}
+    async with session.post(f"{url}/generate", data=data, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                assert b'"error"' not in line, line
+                first_s = first_s or time.perf_counter() - begin
+    return first_s * 1e3
+
+
+def pieces(config: HybridConfig) -> Figures:
+    """Parts of a hand-off by themselves, in this process and with nothing else on the card."""
+    transport = CudaIpcTransport(torch.device("cuda"))
+    pools = StatePools(
+        config,
+        num_pages=3000,
+        num_slots=6,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        ssm_dtype=torch.float32,
+        device="cuda",
+        revision="random",
+        allocate=pool_allocator(transport),
+    )
+    figures = {f"pieces {length}": pieces_of(pools, transport, length) for length in (2048, 8192)}
+    transport.close()
+    return figures
+
+
+def pieces_of(pools: StatePools, transport: CudaIpcTransport, length: int) -> Figures:
+    """Milliseconds of a whole request's writes with neighbouring pages and with scattered ones, of its digests, and of
+    one plain copy of as many bytes."""
+    layout, places, count = pools.layout(), pools.placements(), length // PAGE
+    layers = all_layers(layout)
+    state = plan_slot(layout, places, places, (1, 2), layers, track=False)
+    mine = list(range(1, 1 + count))
+    others = [1500 + i for i in range(count)]
+    near = state + plan_pages(layout, places, places, list(zip(mine, others, strict=True)), layers)
+    shuffled = random.Random(1).sample(others, count)
+    far = state + plan_pages(layout, places, places, list(zip(mine, shuffled, strict=True)), layers)
+    nbytes = sum(block.nbytes for block in near)
+    reader = DeviceReader(layout, places, transport.device)
+
+    def digest() -> None:
+        digests = reader.begin(Verify.DIGEST)
+        digests.pages(layers, mine)
+        digests.slot(layers, 1, track=False)
+        digests.digests()
+
+    source, target = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+
+    def plain() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize()
+
+    return {
+        "mib": nbytes / 2**20,
+        "plain_copy_ms": timed(plain),
+        "write_ms": timed(lambda: transport.write(transport.session, near)),
+        "write_blocks": len(near),
+        "scattered_write_ms": timed(lambda: transport.write(transport.session, far)),
+        "scattered_blocks": len(far),
+        "digest_ms": timed(digest),
+    }
+
+
+def timed(work: Callable[[], object], times: int = 15) -> float:
+    """The median, milliseconds."""
+    walls: Sequence[float] = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        work()
+        walls = [*walls, time.perf_counter() - begin]
+    return statistics.median(walls[3:]) * 1e3

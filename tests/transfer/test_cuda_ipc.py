@@ -1,0 +1,204 @@
+"""cuda_ipc without a card: who may write here, what is refused before there is one, digests taken on a card."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+pytest.importorskip("triton", reason="Triton cannot be installed here: it exists for Linux on x86-64 and ARM")
+
+from common.config import DType, ModelConfig, NodeConfig, Role, TransferConfig, TransportName, Verify, check_node_config
+from common.errors import ConfigError, TransferError
+from tests.support.stack import MODEL
+from transfer.cuda_ipc import Door, Opened, _enter, _leave, locate, open_cuda_ipc, own_label
+from transfer.device_digest import cut, hash_pieces, hash_pieces_reference, split
+from transfer.handshake import check_fit
+from transfer.transport import Block
+
+GUEST = """
+import sys
+from transfer.cuda_ipc import _enter
+visit = _enter(sys.argv[1], "0")
+print("in", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def door() -> Any:
+    made = Door(os.urandom(8).hex())
+    yield made
+    made.close()
+
+
+def test_a_writer_counts_until_it_says_good_bye(door: Door) -> None:
+    assert door.visitors() == frozenset()
+    visit = _enter(door.name, "0")
+    assert door.visitors() == {own_label()}
+    assert door.visitors() == {own_label()}
+    _leave(visit)
+    assert door.visitors() == frozenset()
+
+
+def test_a_lost_connection_alone_is_no_end(door: Door) -> None:
+    """The sockets of a dying process are closed before the driver hears of it."""
+    _enter(door.name, "0").close()
+    assert door.visitors() == {own_label()}
+
+
+def test_a_killed_writer_counts_until_it_has_exited(door: Door) -> None:
+    guest = subprocess.Popen([sys.executable, "-c", GUEST, door.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert guest.stdout is not None and guest.stdout.readline() == b"in\n"
+        (label,) = door.visitors()
+        assert label.startswith(f"{guest.pid}:")
+        os.kill(guest.pid, signal.SIGSTOP)
+        assert door.visitors() == {label}
+        os.kill(guest.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while door.visitors():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert guest.poll() is not None or _is_zombie(guest.pid)
+    finally:
+        guest.kill()
+        guest.communicate()
+
+
+def _is_zombie(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
+        return file.read().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_nobody_behind_the_door() -> None:
+    with pytest.raises(TransferError, match="process 17 is not there") as caught:
+        _enter("0" * 16, "17")
+    assert caught.value.code == "peer_unreachable"
+
+
+def test_destinations_outside_the_peers_memory_are_refused() -> None:
+    ranges = [Opened(1000, 100, 50000), Opened(2000, 100, 70000)]
+    assert locate(ranges, Block(0, 2010, 90, "kv")) == 70010
+    for dst, nbytes in ((999, 10), (1010, 91), (1990, 20)):
+        with pytest.raises(TransferError, match="no memory registered") as caught:
+            locate(ranges, Block(0, dst, nbytes, "kv"))
+        assert caught.value.code == "bad_address"
+
+
+def test_only_a_cards_memory() -> None:
+    with pytest.raises(ConfigError, match="not of cpu") as caught:
+        open_cuda_ipc("cpu")
+    assert caught.value.param == "transport"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_without_a_card() -> None:
+    with pytest.raises(ConfigError, match="no CUDA device 0 here"):
+        open_cuda_ipc("cuda")
+
+
+def node(device: str, role: Role = Role.DECODE, **transfer: Any) -> NodeConfig:
+    return NodeConfig(role=role, model=ModelConfig(path=str(MODEL), device=device), transfer=TransferConfig(**transfer))
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "param", "words"),
+    [
+        ("cuda", {"transport": TransportName.MOONCAKE}, "transport", "--transport mooncake: .* --device cuda"),
+        ("cuda:1", {"transport": TransportName.LOOPBACK}, "transport", "--transport loopback: .* --device cuda:1"),
+        ("cpu", {"transport": TransportName.CUDA_IPC}, "transport", "--transport cuda_ipc: .* --device cpu"),
+        ("cuda", {"verify": Verify.FULL}, "verify", "--verify full: .* off, digest"),
+        ("cuda", {"ssm_wire_dtype": DType.BFLOAT16}, "ssm_wire_dtype", "--ssm-wire-dtype bfloat16"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(device: str, settings: dict[str, Any], param: str, words: str) -> None:
+    for role in (Role.PREFILL, Role.DECODE):
+        with pytest.raises(ConfigError, match=words) as caught:
+            check_node_config(node(device, role, **settings))
+        assert caught.value.param == param
+    check_node_config(node(device, Role.UNIFIED, **settings))
+
+
+def test_auto_goes_with_the_device() -> None:
+    for device in ("cpu", "cuda"):
+        check_node_config(node(device))
+
+
+def test_ends_that_write_or_hash_otherwise_are_refused(config: Callable[..., TransferConfig], decode: Any) -> None:
+    hello = decode(config()).transfer._identity.hello()
+    check_fit(hello, hello)
+    check_fit(hello, msgspec.structs.replace(hello, transport="", digest=""))
+    with pytest.raises(ConfigError, match="transport: loopback here, cuda_ipc there"):
+        check_fit(hello, msgspec.structs.replace(hello, transport="cuda_ipc"))
+    with pytest.raises(ConfigError, match="digest: xxh3 here, other there"):
+        check_fit(hello, msgspec.structs.replace(hello, digest="other"))
+
+
+class Items:
+    """Items of `words` words in host memory, some bytes apart, as a `PoolReader` describes them."""
+
+    def __init__(self, count: int, words: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.words = random.integers(0, 2**32, (count, words + 4), np.uint32)
+        self.pool: Any = SimpleNamespace(
+            base=self.words.ctypes.data, stride_bytes=4 * (words + 4), item_bytes=4 * words
+        )
+
+    def hash(self, *numbers: int) -> bytes:
+        pieces, count = cut([(self.pool, numbers)])
+        return split(hash_pieces_reference(torch.from_numpy(pieces), count), [(self.pool, numbers)])[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel reads device memory there")
+def test_the_kernel_is_its_twin() -> None:
+    """Items of a few words, of one piece, of one word more, and of several pieces."""
+    kept = [Items(5, words, words) for words in (1, 7, 16384, 16385)]
+    items = [(each.pool, (3, 0, 4)) for each in kept]
+    pieces, count = cut(items)
+    assert count == 12
+    found = hash_pieces(torch.from_numpy(pieces), count)
+    assert torch.equal(found, hash_pieces_reference(torch.from_numpy(pieces), count))
+    assert len(set(split(found, items))) == 4
+
+
+def test_the_hash_is_what_it_was() -> None:
+    """Two ends of different releases must agree."""
+    words = np.arange(1, 9, dtype=np.uint32)
+    pool: Any = SimpleNamespace(base=words.ctypes.data, stride_bytes=32, item_bytes=32)
+    pieces, count = cut([(pool, (0,))])
+    assert hash_pieces_reference(torch.from_numpy(pieces), count).tolist() == [[343943662, -2075005275]]
+
+
+def test_what_is_wrong_shows() -> None:
+    items = Items(3, 20000, 1)
+    before = items.hash(0, 1)
+    assert items.hash(1, 0) != before
+    changes: list[Callable[[Any], Any]] = [
+        lambda item: np.roll(item, 1),
+        lambda item: np.concatenate([item[1:2], item[:1], item[2:]]),
+        lambda item: np.concatenate([item[16384:], item[:16384]]),
+        np.zeros_like,
+        lambda item: np.where(np.arange(len(item)) == 19999, item ^ np.uint32(1), item),
+    ]
+    item = items.words[0, :20000].copy()
+    found = {before}
+    for change in changes:
+        items.words[0, :20000] = change(item)
+        found.add(items.hash(0, 1))
+    items.words[0, :20000] = item
+    assert items.hash(0, 1) == before and len(found) == 1 + len(changes)
+    items.words[0, 20000:] ^= 1  # between the items
+    assert items.hash(0, 1) == before
