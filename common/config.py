@@ -214,7 +214,8 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
         )
     if config.role is not Role.UNIFIED:
         _check_transport(config)
-    if transfer.transport is TransportName.LOOPBACK and transfer.protocol is not Protocol.TCP:
+    by_mooncake = chosen_transport(transfer.transport, config.model.device) is TransportName.MOONCAKE
+    if config.role is not Role.UNIFIED and not by_mooncake and transfer.protocol is not Protocol.TCP:
         raise ConfigError(
             f"--transfer-protocol {transfer.protocol.value}: only with --transport mooncake", param="transfer_protocol"
         )

@@ -58,7 +58,8 @@ def server_info(
         "bootstrap_port": bootstrap_port,
         "transport": first.transport,
         "fingerprint": first.fingerprint,
-        "handoff": f"protocol {PROTOCOL_VERSION}, verify {config.transfer.verify.value}, SSM state {wire.value}",
+        "handoff": f"protocol {PROTOCOL_VERSION}, {first.transport}, verify {config.transfer.verify.value}, "
+        f"SSM state {wire.value}",
         "weight_version": WEIGHT_VERSION,
         "resumes_answers": True,
         "version": version("tandem-serve"),

@@ -148,4 +148,4 @@ class CudaDriver:
             meaning = ctypes.c_char_p()
             self._lib.cuGetErrorName(code, byref(meaning))
             said = meaning.value.decode() if meaning.value else f"code {code}"
-            raise TransferError(f"cuda_ipc: {name}: {said}", code="cuda_failed")
+            raise TransferError(f"cuda_ipc: {name}: {said}", code="write_failed")

@@ -70,7 +70,8 @@ def test_a_node_without_options_is_the_default_configuration(served: list[Any]) 
 
 
 ALL_OPTIONS = """prefill
-    --model-path model --dtype bfloat16 --mamba-ssm-dtype float32 --served-model-name x --device cuda:1
+    --model-path model --dtype bfloat16 --mamba-ssm-dtype float32 --served-model-name x --device cpu:0
+    --load-format dummy
     --host 0.0.0.0 --port 1 --bootstrap-host 10.0.0.1 --disaggregation-bootstrap-port 2 --log-level debug
     --max-body-bytes 12 --upload-timeout 13
     --page-size 32 --max-total-tokens 640 --max-mamba-cache-size 3 --max-running-requests 4
@@ -86,7 +87,7 @@ def test_options_reach_their_fields(served: list[Any], tmp_path: Path) -> None:
     (config,) = served
     model, engine, transfer, server = config.model, config.engine, config.transfer, config.server
     assert (model.path, model.dtype, model.ssm_dtype) == ("model", "bfloat16", "float32")
-    assert (model.device, model.served_name) == ("cuda:1", "x")
+    assert (model.device, model.served_name, model.load_format) == ("cpu:0", "x", "dummy")
     assert (server.host, server.port, server.bootstrap_host, server.bootstrap_port) == ("0.0.0.0", 1, "10.0.0.1", 2)
     assert (server.log_level, server.max_body_bytes, server.upload_timeout_s) == ("debug", 12, 13)
     assert (engine.page_size, engine.max_total_tokens, engine.max_state_slots) == (32, 640, 3)
