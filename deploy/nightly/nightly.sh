@@ -18,9 +18,9 @@ shift $(($# < 2 ? 1 : 2))
 tandem=$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin/tandem
 [ -x "$tandem" ] || tandem=$(command -v tandem) || { echo "$0: no tandem: run make first" >&2; exit 2; }
 
-# One GPU: three nodes share it, each with its own copy of the weights. Pools for 128 requests of 1,536 tokens.
-node_options=${NODE_OPTIONS-"--device cuda --dtype bfloat16 --max-total-tokens 196608 --max-mamba-cache-size 160 \
---max-running-requests 128"}
+# One GPU of 140 GB: three nodes share it, each with its own copy of the weights (18 GB) and 16 GB of states.
+node_options=${NODE_OPTIONS-"--device cuda --dtype bfloat16 --max-total-tokens 147456 --max-mamba-cache-size 112 \
+--max-running-requests 96"}
 arguments=()
 for word in $node_options; do arguments+=("--node-option=$word"); done
 
