@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accuracy.tasks import gsm_mini_task
 from accuracy.verdict import Verdict
@@ -15,7 +18,11 @@ from cli.gate.nightly import NightlyOptions, Outcome, checked_settings, exit_cod
 from cli.main import main
 from common.errors import ConfigError
 from engine.faults import ENGINE_FAULTS
+from engine.model_config import HybridConfig
+from engine.weights import load_weights
+from node.tokenizer import load_tokenizer
 from tests.accuracy.conftest import make_options
+from tests.support.stack import MODEL, REPO
 
 
 def caught(fault: str, **changed: Any) -> Caught:
@@ -111,3 +118,18 @@ def test_nightly_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
         main(["gate", "nightly", "--task", "gsm-mini"])
     assert ended.value.code == 2
     assert "--model-path" in capsys.readouterr().err
+
+
+def test_a_random_checkpoint_is_one_that_nodes_load(tmp_path: Path) -> None:
+    config = json.loads((MODEL / "config.json").read_text())
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps(config | {"vocab_size": 1500}))
+    script = [sys.executable, str(REPO / "deploy/nightly/random_checkpoint.py"), str(given), str(tmp_path / "model")]
+    subprocess.run(script, check=True, timeout=100)
+    assert len(list((tmp_path / "model").glob("model-0000?-of-00004.safetensors"))) == 4
+    hybrid = HybridConfig.from_folder(tmp_path / "model")
+    weights = load_weights(tmp_path / "model", hybrid, torch.bfloat16, "cpu")
+    assert weights["embeddings.weight"].shape[0] == 1500
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    assert tokenizer.encode("12 hens") == load_tokenizer(str(MODEL)).encode("12 hens")
+    assert tokenizer.decode([1499], skip_special_tokens=True) == "<1499>"
