@@ -47,7 +47,7 @@ from node.unified import UnifiedRole
 from prefill_node.rank import PrefillRole
 from tests.support.stack import MODEL
 from transfer.rendezvous import BootstrapServer
-from transfer.transport import open_transport
+from transfer.transport import Transport, open_transport
 
 WITH_LOGPROBS = LogprobOptions(wanted=True, start_len=-1, top_num=2)
 
@@ -363,13 +363,17 @@ def unified_ranks(**settings: object) -> Iterator[Ranks]:
     role.close()
 
 
+def transport_of(config: NodeConfig) -> Transport:
+    return open_transport(config.transfer, config.model.device)
+
+
 @contextmanager
 def disaggregated_ranks(**settings: object) -> Iterator[Ranks]:
     prefill_config = node_config(Role.PREFILL, **settings)  # type: ignore[arg-type]
     decode_config = node_config(Role.DECODE, **settings)  # type: ignore[arg-type]
-    prefill = PrefillRole(prefill_config, 0, open_transport(prefill_config.transfer, prefill_config.model.device), Waker())
+    prefill = PrefillRole(prefill_config, 0, transport_of(prefill_config), Waker())
     try:
-        decode = DecodeRole(decode_config, 0, open_transport(decode_config.transfer, decode_config.model.device), Waker())
+        decode = DecodeRole(decode_config, 0, transport_of(decode_config), Waker())
         try:
             with bootstrap(prefill) as port:
                 yield Ranks([prefill, decode], port)
