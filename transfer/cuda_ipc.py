@@ -17,16 +17,19 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from ctypes import c_void_p
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from common.errors import ConfigError, TransferError
 from transfer.cuda_driver import HANDLE_BYTES, CudaDriver
+from transfer.device_kernels import WORD_BYTES, copy_blocks
 from transfer.transport import Block
 
 log = logging.getLogger(__name__)
@@ -48,7 +51,7 @@ class _Peer:
     """Another process' memory. door: held open to it; None: this process' own memory."""
 
     ranges: tuple[Opened, ...]
-    stream: c_void_p
+    stream: torch.cuda.Stream
     door: socket.socket | None
 
 
@@ -94,14 +97,18 @@ class CudaIpcTransport:
         self.begin(session, blocks, nth_room)()
 
     def begin(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> Callable[[], None]:
-        """The copies are queued on a stream of this peer's. What they read must be complete: nothing orders them behind
-        other streams."""
+        """The copies are queued as one kernel on a stream of this peer's. What they read must be complete: nothing
+        orders them behind other streams."""
         with self._lock:
             peer = self._reach(session)
-            there = [block._replace(dst=locate(peer.ranges, block)) for block in blocks]
-            self._driver.copy(there, peer.stream)
-            event = self._driver.mark(peer.stream)
-        return lambda: self._driver.wait(event)
+            sources = np.array([block.src for block in blocks], np.int64)
+            targets = np.array([locate(peer.ranges, block) for block in blocks], np.int64)
+            words = np.array([_words(block) for block in blocks], np.int64)
+            with torch.cuda.stream(peer.stream), _as_errors("write"):
+                copy_blocks(sources, targets, words, self.device)
+                written = torch.cuda.Event(blocking=True)
+                written.record()
+        return partial(_wait, written)
 
     def metadata(self, payload: bytes, nth_room: int = 0) -> bytes:
         return payload
@@ -117,7 +124,7 @@ class CudaIpcTransport:
         """Nothing to close: a write that has failed is over when its stream is empty."""
         with self._lock:
             for peer in self._peers.values():
-                self._driver.synchronize(peer.stream)
+                _wait(peer.stream)
         return True
 
     def forget(self, session: str) -> None:
@@ -149,22 +156,25 @@ class CudaIpcTransport:
             raise TransferError(f"cuda_ipc: {session[:60]} is of another host", code="bad_session")
         if f"{pid}:{start}" == own_label():
             own = tuple(Opened(address, nbytes, address) for address, nbytes, _ in ranges)
-            return _Peer(own, self._driver.make_stream(), None)
+            return _Peer(own, self._stream(), None)
         visit = _enter(door, pid)
         opened: list[Opened] = []
         try:
             for address, nbytes, handle in ranges:
                 opened.append(Opened(address, nbytes, self._driver.open(handle)))
-            return _Peer(tuple(opened), self._driver.make_stream(), visit)
+            return _Peer(tuple(opened), self._stream(), visit)
         except TransferError:
             for memory in opened:
                 self._driver.close(memory.local)
             _leave(visit)
             raise
 
+    def _stream(self) -> torch.cuda.Stream:
+        """Of high priority: a copy shall not wait for the kernels of a whole prompt."""
+        return torch.cuda.Stream(self.device, priority=-1)
+
     def _let_go(self, peer: _Peer) -> None:
-        self._driver.synchronize(peer.stream)
-        self._driver.end_stream(peer.stream)
+        _wait(peer.stream)
         if peer.door is not None:
             for memory in peer.ranges:
                 self._driver.close(memory.local)
@@ -246,6 +256,28 @@ def _runs(label: str) -> bool:
     except OSError:
         return False
     return fields[0] not in "ZX" and fields[19] == start
+
+
+def _wait(done: torch.cuda.Event | torch.cuda.Stream) -> None:
+    with _as_errors("write"):
+        done.synchronize()
+
+
+@contextmanager
+def _as_errors(what: str) -> Iterator[None]:
+    """What torch raises for CUDA as a TransferError."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise TransferError(f"cuda_ipc: {what}: {reason}", code="write_failed") from error
+
+
+def _words(block: Block) -> int:
+    """Raises TransferError when the block is not made of whole words."""
+    if (block.src | block.dst | block.nbytes) % WORD_BYTES:
+        raise TransferError(f"cuda_ipc copies words of {WORD_BYTES} bytes, not {block}", code="bad_address")
+    return block.nbytes // WORD_BYTES
 
 
 def locate(ranges: Sequence[Opened], block: Block) -> int:

@@ -68,7 +68,7 @@ class PoolReader:
             yield self._view[first * self.item_bytes : (first + count) * self.item_bytes]
 
 
-class _Hash:
+class RunningHash:
     """A running `digest_of`: xxh3, and sha256 beside it when every byte is to be proven equal."""
 
     def __init__(self, verify: Verify) -> None:
@@ -91,7 +91,7 @@ class StateDigests:
 
     def __init__(self, reader: StateReader, verify: Verify) -> None:
         self._reader, self._verify = reader, verify
-        self._pages = {pool: _Hash(verify) for pool in reader.of(StateKind.KV)}
+        self._pages = {pool: RunningHash(verify) for pool in reader.of(StateKind.KV)}
         self._slots: dict[tuple[str, PoolReader], bytes] = {}
 
     def pages(self, layers: Container[int], pages: Sequence[int]) -> None:
@@ -111,6 +111,9 @@ class StateDigests:
                 part = TRACK if track else pool.kind.value
                 data = narrowed if pool.narrowed and narrowed is not None else pool.item(slot)
                 self._slots[part, pool] = digest_of(data, self._verify)
+
+    def prepare(self) -> None:
+        """Everything was taken, in all likelihood: what takes time may be done now."""
 
     def digests(self) -> dict[str, bytes]:
         """By part, of what was taken."""
@@ -157,6 +160,13 @@ class Incoming:
                 if wanted and slot is not None and (layer, is_track) not in self._hashed:
                     self._hashed.add((layer, is_track))
                     self._take_slot(layer, slot, is_track)
+        if state and self._digests is not None and self._is_complete():
+            self._digests.prepare()
+
+    def _is_complete(self) -> bool:
+        """Every layer has a state, and as many pages as the others."""
+        states = sum(not is_track for _, is_track in self._hashed)
+        return states == len(self._next_page) and len(set(self._next_page.values())) == 1
 
     def _take_slot(self, layer: int, slot: int, is_track: bool) -> None:
         pool = self._narrowed.get(layer)

@@ -128,8 +128,14 @@ class Posting:
                 self._digesting.slot(layers, piece.slot, track=False, narrowed=self._staged.get(False))
             if piece.track_slot is not None:
                 self._digesting.slot(layers, piece.track_slot, track=True, narrowed=self._staged.get(True))
+        if any(piece.slot is not None for piece, _ in done.ready) and self._is_complete():
+            self._digesting.prepare()
         if done.finishes:
             self._digests = self._digesting.digests() | {METADATA: metadata_digest(self.payload, self._verify)}
+
+    def _is_complete(self) -> bool:
+        """The final state of every layer was sent, and equally many pages."""
+        return not self._no_state and len(set(self._next_page.values())) <= 1
 
     def landed(self, done: Round) -> Landed:
         """That a round is written, for decode to hash while this side goes on."""

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from common.config import DType, ModelConfig, NodeConfig, Role, TransferConfig, 
 from common.errors import ConfigError, TransferError
 from tests.support.stack import MODEL
 from transfer.cuda_ipc import Door, Opened, _enter, _leave, locate, open_cuda_ipc, own_label
-from transfer.device_digest import cut, hash_pieces, hash_pieces_reference, split
+from transfer.device_kernels import copy_blocks, cut, hash_items, hash_items_reference
 from transfer.handshake import check_fit
 from transfer.transport import Block
 
@@ -147,45 +146,60 @@ def test_ends_that_write_or_hash_otherwise_are_refused(config: Callable[..., Tra
         check_fit(hello, msgspec.structs.replace(hello, digest="other"))
 
 
+CPU = torch.device("cpu")
+SIZES = (1, 7, 16384, 16385, 40000)  # a few words, one piece, a word more, several pieces
+on_host = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels read device memory there")
+
+
 class Items:
-    """Items of `words` words in host memory, some bytes apart, as a `PoolReader` describes them."""
+    """Items of these numbers of words in host memory, some words apart."""
 
-    def __init__(self, count: int, words: int, seed: int) -> None:
+    def __init__(self, *words: int, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
-        self.words = random.integers(0, 2**32, (count, words + 4), np.uint32)
-        self.pool: Any = SimpleNamespace(
-            base=self.words.ctypes.data, stride_bytes=4 * (words + 4), item_bytes=4 * words
-        )
+        self.memory = [random.integers(0, 2**32, count + 4, np.uint32) for count in words]
+        self.addresses = np.array([item.ctypes.data for item in self.memory], np.int64)
+        self.words = np.array(words, np.int64)
 
-    def hash(self, *numbers: int) -> bytes:
-        pieces, count = cut([(self.pool, numbers)])
-        return split(hash_pieces_reference(torch.from_numpy(pieces), count), [(self.pool, numbers)])[0]
+    def hash(self) -> list[list[int]]:
+        found: list[list[int]] = hash_items_reference(self.addresses, self.words).tolist()
+        return found
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel reads device memory there")
-def test_the_kernel_is_its_twin() -> None:
-    """Items of a few words, of one piece, of one word more, and of several pieces."""
-    kept = [Items(5, words, words) for words in (1, 7, 16384, 16385)]
-    items = [(each.pool, (3, 0, 4)) for each in kept]
-    pieces, count = cut(items)
-    assert count == 12
-    found = hash_pieces(torch.from_numpy(pieces), count)
-    assert torch.equal(found, hash_pieces_reference(torch.from_numpy(pieces), count))
-    assert len(set(split(found, items))) == 4
+def test_things_are_cut_into_pieces() -> None:
+    thing, first, count = cut(np.array([1, 16384, 16385, 40000]))
+    assert thing.tolist() == [0, 1, 2, 2, 3, 3, 3]
+    assert first.tolist() == [0, 0, 0, 16384, 0, 16384, 32768]
+    assert count.tolist() == [1, 16384, 16384, 1, 16384, 16384, 7232]
+    assert [len(part) for part in cut(np.array([], np.int64))] == [0, 0, 0]
+
+
+@on_host
+def test_the_kernel_that_hashes_is_its_twin() -> None:
+    items = Items(*SIZES)
+    found = hash_items(items.addresses, items.words, CPU).tolist()
+    assert found == items.hash()
+    assert len({tuple(sums) for sums in found}) == len(SIZES)
+
+
+@on_host
+def test_the_kernel_copies_the_blocks_and_nothing_else() -> None:
+    sources, targets = Items(*SIZES), Items(*SIZES, seed=1)
+    behind = [target[words:].copy() for target, words in zip(targets.memory, SIZES, strict=True)]
+    copy_blocks(sources.addresses, targets.addresses, sources.words, CPU)
+    for source, target, words, rest in zip(sources.memory, targets.memory, SIZES, behind, strict=True):
+        assert (target[:words] == source[:words]).all() and (target[words:] == rest).all()
 
 
 def test_the_hash_is_what_it_was() -> None:
     """Two ends of different releases must agree."""
     words = np.arange(1, 9, dtype=np.uint32)
-    pool: Any = SimpleNamespace(base=words.ctypes.data, stride_bytes=32, item_bytes=32)
-    pieces, count = cut([(pool, (0,))])
-    assert hash_pieces_reference(torch.from_numpy(pieces), count).tolist() == [[343943662, -2075005275]]
+    found = hash_items_reference(np.array([words.ctypes.data]), np.array([8]))
+    assert found.tolist() == [[343943662, -2075005275]]
 
 
 def test_what_is_wrong_shows() -> None:
-    items = Items(3, 20000, 1)
-    before = items.hash(0, 1)
-    assert items.hash(1, 0) != before
+    items = Items(20000)
+    before = items.hash()
     changes: list[Callable[[Any], Any]] = [
         lambda item: np.roll(item, 1),
         lambda item: np.concatenate([item[1:2], item[:1], item[2:]]),
@@ -193,12 +207,12 @@ def test_what_is_wrong_shows() -> None:
         np.zeros_like,
         lambda item: np.where(np.arange(len(item)) == 19999, item ^ np.uint32(1), item),
     ]
-    item = items.words[0, :20000].copy()
-    found = {before}
+    (memory,) = items.memory
+    item = memory[:20000].copy()
+    found = {tuple(before[0])}
     for change in changes:
-        items.words[0, :20000] = change(item)
-        found.add(items.hash(0, 1))
-    items.words[0, :20000] = item
-    assert items.hash(0, 1) == before and len(found) == 1 + len(changes)
-    items.words[0, 20000:] ^= 1  # between the items
-    assert items.hash(0, 1) == before
+        memory[:20000] = change(item)
+        found.add(tuple(items.hash()[0]))
+    memory[:20000] = item
+    memory[20000:] ^= 1  # behind the item
+    assert items.hash() == before and len(found) == 1 + len(changes)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -30,7 +31,8 @@ from tests.support.ranks import (
 )
 from tests.support.stack import generate, stack
 from transfer.cuda_ipc import CudaIpcTransport
-from transfer.device_digest import DeviceReader, hash_pieces, hash_pieces_reference
+from transfer.device_digest import DeviceReader
+from transfer.device_kernels import hash_items, hash_items_reference
 from transfer.digest import StateDigests
 from transfer.transport import Block
 
@@ -124,6 +126,9 @@ def test_writes_outside_are_refused(transport: CudaIpcTransport) -> None:
     with pytest.raises(TransferError, match="no memory registered") as caught:
         transport.write(transport.session, [Block(memory.data_ptr(), memory.data_ptr() + 4090, 8, "kv")])
     assert caught.value.code == "bad_address"
+    with pytest.raises(TransferError, match="words") as caught:
+        transport.write(transport.session, [Block(memory.data_ptr(), memory.data_ptr() + 2, 8, "kv")])
+    assert caught.value.code == "bad_address"
     for session in ("loopback:1:2:3", transport.session.replace(":", ":elsewhere", 1)):
         with pytest.raises(TransferError) as caught:
             transport.write(session, [Block(memory.data_ptr(), memory.data_ptr(), 8, "kv")])
@@ -193,15 +198,13 @@ def test_a_dead_peer_is_let_go_of(transport: CudaIpcTransport) -> None:
 def test_the_hash_on_the_card_is_its_twin() -> None:
     words = torch.randint(-(2**31), 2**31, (3, 40000), dtype=torch.int32)
     there = words.cuda()
-    pieces = torch.tensor([[0, 0, 16384, 0], [0, 16384, 616, 0], [1, 0, 5, 1], [2, 9, 1, 2]])
+    counts = np.array([40000, 16385, 5])
 
-    def at(base: int) -> torch.Tensor:
-        addressed = pieces.clone()
-        addressed[:, 0] = base + pieces[:, 0] * 160000 + pieces[:, 1] * 4
-        return addressed
+    def addresses(base: int) -> np.ndarray:
+        return base + np.arange(3) * 160000
 
-    found = hash_pieces(at(there.data_ptr()).cuda(), 3).cpu()
-    assert torch.equal(found, hash_pieces_reference(at(words.data_ptr()), 3))
+    found = hash_items(addresses(there.data_ptr()), counts, torch.device("cuda")).cpu()
+    assert torch.equal(found, hash_items_reference(addresses(words.data_ptr()), counts))
 
 
 def test_digests_name_the_part(transport: CudaIpcTransport) -> None:
