@@ -16,6 +16,7 @@ import click
 
 from cli.gate.commands import gate
 from cli.lifeline import die_with_parent
+from cli.numbers import POSITIVE_SECONDS
 from cli.settings import BUNDLED_MODEL, LOG_LEVELS, node_config, node_options
 from common.config import Role, RouterConfig, WorkerAddress, check_node_config
 from common.errors import ConfigError, ServingError
@@ -167,7 +168,9 @@ def _exit_quietly(*_: object) -> None:
 @click.option("--model-path", default=str(BUNDLED_MODEL), show_default="the bundled tandem-mini")
 @click.option("--transport", type=click.Choice(["mooncake", "loopback"]), default="mooncake", show_default=True)
 @click.option("--threads", type=int, default=None, help="torch threads of each node; half of the cores by default")
-@click.option("--start-timeout", type=float, default=300.0, show_default=True, help="Seconds until all must be ready")
+@click.option(
+    "--start-timeout", type=POSITIVE_SECONDS, default=300.0, show_default=True, help="Seconds until all must be ready"
+)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True)
 @click.option("--once", is_flag=True, help="Ask the question, then stop")
 def up(**values: Any) -> None:

@@ -206,12 +206,17 @@ class _Front:
         """Take nothing new, and wait until nothing runs, a second signal comes or the time is over."""
         client.refuse(WorkerError("the node is draining: it ends when what it runs has ended", code="draining"))
         if client.num_unanswered == 0:
+            log.info("nothing runs: the node ends")
             return
         limit_s = self.config.server.drain_timeout_s
-        log.info("draining for %g s at most, %d sequences run; again to end at once", limit_s, client.num_unanswered)
+        log.info(
+            "draining for %g s at most, sequences that run: %d; again to end at once", limit_s, client.num_unanswered
+        )
         await _first_of(client.wait_answered(), self.stopping.wait(), timeout_s=limit_s)
         if client.num_unanswered:
             log.warning("%d sequences did not end in time and are aborted", client.num_unanswered)
+        else:
+            log.info("drained: the node ends")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, list[Ready]]) -> list[Ready] | None:
         """The result, or None when a signal came first."""

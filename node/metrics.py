@@ -30,13 +30,21 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One family with a label. values: label value → path of its number; or the path of an object of numbers."""
+    """One family with a label. values: label value → path of its number; or the path of an object of numbers.
+
+    known: label values of such an object that are 0 while it does not name them: whoever watches for growth must have
+    seen them before.
+    """
 
     name: str
     text: str
     label: str
     values: Mapping[str, str] | str
+    known: tuple[str, ...] = ()
 
+
+PARTS = ("kv", "conv", "ssm", "track")
+OUTCOMES = ("failed", "declined")
 
 GAUGES: tuple[Value | Split, ...] = (
     Split(
@@ -102,9 +110,17 @@ COUNTERS: tuple[Value | Split, ...] = (
     Value("tandem_cache_hit_tokens", "Tokens not computed again", "cache.hit_tokens"),
     Value("tandem_cache_evicted_pages", "Cached pages given up", "cache.evicted_pages"),
     Value("tandem_cache_evicted_slots", "Saved states given up", "cache.evicted_slots"),
-    Split("tandem_handoffs", "Rooms since the start by what became of them", "outcome", "transfer.rooms_total"),
-    Split("tandem_transfer_bytes", "Bytes of hand-offs that succeeded", "part", "transfer.bytes"),
-    Split("tandem_digest_mismatches", "Parts that did not arrive intact", "part", "transfer.digest_mismatches"),
+    Split(
+        "tandem_handoffs", "Rooms since the start by what became of them", "outcome", "transfer.rooms_total", OUTCOMES
+    ),
+    Split("tandem_transfer_bytes", "Bytes of hand-offs that succeeded", "part", "transfer.bytes", PARTS),
+    Split(
+        "tandem_digest_mismatches",
+        "Parts that did not arrive intact",
+        "part",
+        "transfer.digest_mismatches",
+        (*PARTS, "metadata"),
+    ),
     Value("tandem_leaks", "Items that were owned by nobody for 10 s", "leaks_total"),
     Value("tandem_integrity_failures", "Idle checks of all pages and slots that failed", "integrity_failures"),
 )
@@ -164,7 +180,9 @@ def _numbers(source: Value | Split, state: State) -> list[tuple[list[str], float
     if isinstance(source, Value):
         found: list[tuple[list[str], Any]] = [([], _at(state, source.path))]
     elif isinstance(source.values, str):
-        found = [([name], number) for name, number in (_at(state, source.values) or {}).items()]
+        numbers = _at(state, source.values)
+        known = dict.fromkeys(source.known, 0)
+        found = [] if numbers is None else [([name], number) for name, number in (known | numbers).items()]
     else:
         found = [([name], _at(state, path)) for name, path in source.values.items()]
     return [(labels, number) for labels, number in found if number is not None]

@@ -8,6 +8,7 @@ import errno
 import logging
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
@@ -63,8 +64,10 @@ def check_router_config(config: RouterConfig) -> RouterConfig:
     for role, addresses in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
         if not addresses:
             raise ConfigError(f"--{role.value}: at least one", param=role.value)
-        for address in addresses:
-            make_worker(role, address)
+        workers = [make_worker(role, address) for address in addresses]
+        twice = [url for url, count in Counter(worker.url for worker in workers).items() if count > 1]
+        if twice:
+            raise ConfigError(f"--{role.value} {twice[0]}: given more than once", param=role.value)
     for address in config.prefill:
         if address.bootstrap_port is None:
             raise ConfigError(f"--prefill {address.url}: give its bootstrap port too", param="prefill")
@@ -74,11 +77,15 @@ def check_router_config(config: RouterConfig) -> RouterConfig:
             option = name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"--{option} {value}: a positive number of seconds", param=name)
     if not 0 <= config.drain_timeout_s < float("inf"):
-        raise ConfigError(f"--drain-timeout {config.drain_timeout_s}: 0 or more seconds", param="drain_timeout_s")
+        raise ConfigError(
+            f"--drain-timeout {config.drain_timeout_s}: a finite number of seconds, 0 or more", param="drain_timeout_s"
+        )
     if not 0 <= config.port <= 65535:
         raise ConfigError(f"--port {config.port}: 0 to 65535", param="port")
     if config.max_retries < 0:
         raise ConfigError(f"--max-retries {config.max_retries}: 0 or more", param="max_retries")
+    if config.max_body_bytes < 1:
+        raise ConfigError(f"--max-body-bytes {config.max_body_bytes}: at least 1", param="max_body_bytes")
     return config
 
 
@@ -103,6 +110,10 @@ async def _serve(app: FastAPI, listener: socket.socket, drain_timeout_s: float) 
     if server.started:
         router: Router = app.state.router
         await _first_of(router.dispatcher.drain(drain_timeout_s), signals[1].wait())
+        if left := router.dispatcher.num_running:
+            log.warning("requests that did not end in time and are ended: %d", left)
+        else:
+            log.info("drained: the router ends")
         router.dispatcher.end_all()
     server.should_exit = True
     await serving

@@ -138,6 +138,10 @@ class Dispatcher:
                 while self._exchanges:
                     await self._idle.wait()
 
+    @property
+    def num_running(self) -> int:
+        return len(self._exchanges)
+
     def end_all(self) -> None:
         """End every request with an error."""
         for exchange in self._exchanges:
@@ -215,7 +219,9 @@ class Exchange:
         counters = self._dispatcher.counters
         counters.resumes += resumes
         counters.retries += not resumes
-        log.warning("request %s %s after %s", request.rids[0], "goes on" if resumes else "is tried again", failure.code)
+        what = "goes on" if resumes else "is tried again"
+        where = f"{pair.prefill.url} and {pair.decode.url}"
+        log.warning("request %s %s at %s after %s", request.rids[0], what, where, failure.code)
         return pair
 
     def _check_may_move(self, failure: LegFailed) -> None:

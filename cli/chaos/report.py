@@ -13,6 +13,7 @@ from cli.chaos.options import Options
 from cli.chaos.plan import Fault
 
 _SHOWN = 12
+LEFT_OUT = " (left out)"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +67,9 @@ class Report:
         ends, codes = self._ends(), self._codes()
         lines = [f"{sum(ends.values())} requests: " + ", ".join(f"{count} {end}" for end, count in ends.items())]
         lines += [f"typed errors: {', '.join(f'{code} {count}' for code, count in codes.items())}"] if codes else []
+        left_out = [line for line in self.done if line.endswith(LEFT_OUT)]
+        lines.append(f"faults: {len(self.done) - len(left_out)} of {len(self.plan)} planned ones done")
+        lines += [f"          {line}" for line in left_out[:_SHOWN]]
         silence = max((o.silence_s for o in self.outcomes), default=0.0)
         lines.append(f"slowest error {self._slowest_error_s():.1f} s, longest silence {silence:.1f} s")
         lines.append("router: " + ", ".join(f"{count} {name}" for name, count in self.second_tries.items()))

@@ -25,10 +25,11 @@ from cli.chaos import checks
 from cli.chaos.fleet import Fleet, Process
 from cli.chaos.load import Load
 from cli.chaos.options import Options
-from cli.chaos.plan import DECODE, Fault, Kind, make_plan, twins_of
-from cli.chaos.report import Report
+from cli.chaos.plan import DECODE, OF_CLIENTS, Fault, Kind, make_plan, twins_of
+from cli.chaos.report import LEFT_OUT, Report
 from cli.chaos.tasks import make_tasks
 from common.config import ModelConfig, NodeConfig, Role, TransferConfig, check_node_config
+from common.errors import ConfigError
 
 _WRITING_S = 1.0  # until hand-offs have begun that a slow link makes long
 _NOTICE_S = 1.0  # until the router knows that a node is healthy again
@@ -39,6 +40,8 @@ def chaos(options: Options) -> int:
     transfer = TransferConfig(transport=options.transport, verify=options.verify)
     check_node_config(NodeConfig(role=Role.PREFILL, model=ModelConfig(path=options.model_path), transfer=transfer))
     plan = make_plan(options.seed, options.seconds, options.kinds, options.liveness_s)
+    if not plan and options.kinds - OF_CLIENTS:
+        raise ConfigError(f"--seconds {options.seconds:g}: too short for any fault at nodes", param="seconds")
     report = Report(options=options, plan=plan)
     with _log_folder(report) as folder:
         try:
@@ -151,7 +154,7 @@ class _Run:
             await self._fleet.all_healthy(nodes, end_s)
             await asyncio.sleep(_NOTICE_S)
             done = time.monotonic() < end_s and await _do(fault, nodes[0])
-        self._report.done.append(f"{fault}{'' if done else ' (left out)'}")
+        self._report.done.append(f"{fault}{'' if done else LEFT_OUT}")
 
     def _compare_memory(self) -> None:
         memory = self._report.memory

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from cli.numbers import POSITIVE_SECONDS, FiniteRange
 from cli.settings import BUNDLED_MODEL
 from common.errors import ConfigError, WorkerError
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
 
-_SHARE = click.FloatRange(0, 1)
+_SHARE = FiniteRange(0, 1)
 _COUNT = click.IntRange(1)
 
 _SERVER = (
@@ -53,7 +54,7 @@ _ASKING = (
     click.option(
         "--timeout",
         "timeout_s",
-        type=click.FloatRange(0, min_open=True),
+        type=POSITIVE_SECONDS,
         default=300.0,
         show_default=True,
         help="Seconds of a request",
@@ -163,8 +164,8 @@ _JSON = click.option(
 @_PROMPTS
 @_NUM_PROMPTS
 @click.option("--new-tokens", type=_COUNT, default=128, show_default=True, help="Sampled after each prompt")
-@click.option("--bound", type=click.FloatRange(0), default=0.002, show_default=True, help="Of the divergence, cold")
-@click.option("--warm-bound", type=click.FloatRange(0), default=0.01, show_default=True, help="After prefix hits")
+@click.option("--bound", type=FiniteRange(0), default=0.002, show_default=True, help="Of the divergence, cold")
+@click.option("--warm-bound", type=FiniteRange(0), default=0.01, show_default=True, help="After prefix hits")
 @_PARALLEL
 @_JSON
 def kl(url: str, prompts: Path | None, num_prompts: int, bound: float, warm_bound: float, **values: Any) -> None:
@@ -184,7 +185,7 @@ def kl(url: str, prompts: Path | None, num_prompts: int, bound: float, warm_boun
 @click.option("--new-tokens", type=_COUNT, default=64, show_default=True, help="Compared after each prompt")
 @click.option(
     "--tie",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=1e-4,
     show_default=True,
     help="Gap of log-probabilities below which either token will do (bfloat16: 0.12)",
@@ -212,7 +213,7 @@ def parity(url: str, baseline: str, prompts: Path | None, num_prompts: int, **va
 @click.option("--id", "question", help="This question of --answers, e.g. gsm8k/17")
 @click.option("--max-tokens", type=_COUNT, default=256, show_default=True, help="Of the answer")
 @click.option("--stop", multiple=True, default=("Question",), show_default=True, help="May be given several times")
-@click.option("--tolerance", type=click.FloatRange(0), help="Relative distance; by the nodes' dtype by default")
+@click.option("--tolerance", type=FiniteRange(0), help="Relative distance; by the nodes' dtype by default")
 @_JSON
 def bisect(
     url: str, unified: str, prompt: str | None, answers: Path | None, question: str | None, **values: Any
@@ -263,7 +264,12 @@ def mutate(faults: tuple[str, ...], node_options: tuple[str, ...], output: Path,
 @click.option("--setting", "settings", multiple=True, help="extra_buffer or no_buffer; repeatable. All by default")
 @click.option("--unified/--no-unified", default=True, show_default=True, help="Pair with a unified node")
 @click.option(
-    "--start-timeout", "start_timeout_s", type=float, default=1800.0, show_default=True, help="Of a stack, seconds"
+    "--start-timeout",
+    "start_timeout_s",
+    type=POSITIVE_SECONDS,
+    default=1800.0,
+    show_default=True,
+    help="Of a stack, seconds",
 )
 @_with(*_ASKING)
 def nightly(

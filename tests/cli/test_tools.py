@@ -66,11 +66,16 @@ def test_generate_can_ask_an_example(url: str, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == ""
 
 
+def _heed_ctrl_c() -> None:
+    """Also where the tests run in the background, whose processes ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_while_an_answer_comes() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"http://127.0.0.1:{mute.getsockname()[1]}"
         command = [sys.executable, "-m", "cli.main", "generate", "hi", "--url", address]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as asking:
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=_heed_ctrl_c) as asking:
             mute.settimeout(20)
             try:
                 connection, _ = mute.accept()

@@ -59,7 +59,7 @@ def test_every_number_is_in_the_state_of_a_real_rank_of_some_role() -> None:
             found[name] = parse(text)
     names = {sample for samples in found.values() for sample, _ in samples}
     gauges, counters = {source.name for source in GAUGES}, {f"{source.name}_total" for source in COUNTERS}
-    sometimes_empty = {"tandem_rooms", "tandem_leases", "tandem_digest_mismatches_total"}
+    sometimes_empty = {"tandem_rooms", "tandem_leases"}
     node_wide = {"tandem_rank_up", "tandem_requests_unanswered", "tandem_draining"}
     assert names >= (gauges | counters | node_wide) - sometimes_empty
     assert all(re.fullmatch("tandem_[a-z_]+", name) for name in names)
@@ -70,6 +70,8 @@ def test_every_number_is_in_the_state_of_a_real_rank_of_some_role() -> None:
             assert present == set(source.values), source.name
     assert decode["tandem_requests_total", of("decode", 0, outcome="finished")] == 1
     assert decode["tandem_handoffs_total", of("decode", 0, outcome="committed")] == 1
+    assert decode["tandem_handoffs_total", of("decode", 0, outcome="failed")] == 0, "growth can be seen"
+    assert decode["tandem_digest_mismatches_total", of("decode", 0, part="metadata")] == 0
     assert decode["tandem_transfer_bytes_total", of("decode", 0, part="ssm")] == 655_360
     for name in ("pages", "slots"):
         for role_name, total in (("prefill", 16384 // 16 - 1), ("decode", 16384 // 16 - 1)):
@@ -88,6 +90,10 @@ def test_states_of_rooms_and_mismatches_are_labels() -> None:
         ("tandem_leases", of("decode", 0, state="writing")): 2,
         ("tandem_leases", of("decode", 0, state="draining")): 1,
         ("tandem_digest_mismatches_total", of("decode", 0, part="ssm")): 3,
+        **{
+            ("tandem_digest_mismatches_total", of("decode", 0, part=part)): 0
+            for part in ("kv", "conv", "track", "metadata")
+        },
     }
 
 
