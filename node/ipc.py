@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,12 +45,21 @@ def remove_stale(parent: Path) -> None:
     """Remove this user's directories whose process has ended. If it lives in another container, it holds the lock."""
     for path in parent.glob("tandem-*-*"):
         found = _NAME.fullmatch(path.name)
-        if found is None or _is_running(int(found[1])) or path.lstat().st_uid != os.getuid() or path.is_symlink():
+        if found is None or _is_running(int(found[1])) or not _is_own(path):
             continue
         held = _lock(path)
         if held is not None:
             shutil.rmtree(path, ignore_errors=True)
             os.close(held)
+
+
+def _is_own(path: Path) -> bool:
+    """False for one that somebody else has removed meanwhile."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def _is_running(pid: int) -> bool:

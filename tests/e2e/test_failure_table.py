@@ -180,9 +180,10 @@ def reserved(case: Case) -> None:
 
 
 def running(case: Case) -> None:
+    """The prefill leg has its answer."""
     case.leg("decode")
     case.leg("prefill")
-    case.until(lambda: len(case.decode.tokens) > 2)  # type: ignore[union-attr]
+    case.until(lambda: len(case.decode.tokens) > 2 and case.prefill.finish)  # type: ignore[union-attr]
 
 
 STATES: dict[str, Callable[[Case], None]] = {
