@@ -300,7 +300,7 @@ def test_a_write_that_timed_out_is_ended_for_certain(config: Config, process: Ma
     p.say("send_state", 1, 1, None)
     for room in (1, 2):
         p.wait_for("RoomFailed", room, 5)
-    p.wait_for("Released", 1, 10)  # the write has timed out
+    p.wait_for("Released", 1, 40)  # the write has timed out
     d.signal(signal.SIGCONT)
     for room in (1, 2):
         d.wait_for("Released", room, 10)
