@@ -19,7 +19,7 @@ Make = Callable[..., Any]
 Config = Callable[..., TransferConfig]
 
 HERE, THERE = [7, 8, 9, 2], [3, 4, 11, 20]
-TRANSPORTS = list(TransportName)
+TRANSPORTS = [TransportName.MOONCAKE, TransportName.LOOPBACK]  # of host memory
 
 
 def address(process: Any, room: int) -> RoomAddress:
