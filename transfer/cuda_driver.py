@@ -32,9 +32,7 @@ class CudaDriver:
             self._call("cuDeviceGet", byref(device), ordinal)
             self._call("cuDevicePrimaryCtxRetain", byref(self._context), device)
         except (OSError, TransferError) as error:
-            raise ConfigError(
-                f"--transport cuda_ipc: no CUDA device {ordinal} here: {error}", param="device"
-            ) from error
+            raise ConfigError(f"--device cuda:{ordinal}: there is none here: {error}", param="device") from error
         uuid = (ctypes.c_ubyte * 16)()
         self._call("cuDeviceGetUuid_v2", uuid, device)
         self.uuid = bytes(uuid).hex()

@@ -99,8 +99,10 @@ def open_transport(config: TransferConfig, device: str = "cpu") -> Transport:
         )
     match chosen_transport(config.transport, device):
         case TransportName.CUDA_IPC:
-            from transfer.cuda_ipc import open_cuda_ipc
-
+            try:
+                from transfer.cuda_ipc import open_cuda_ipc
+            except ImportError as error:
+                raise ConfigError(f"--transport cuda_ipc: {error}; install the extra gpu", param="transport") from error
             return open_cuda_ipc(device)
         case TransportName.LOOPBACK:
             from transfer.loopback import LoopbackTransport

@@ -25,7 +25,7 @@ from tests.support.stack import MODEL
 from transfer.cuda_ipc import Door, Opened, _enter, _leave, locate, open_cuda_ipc, own_label
 from transfer.device_kernels import copy_blocks, cut, hash_items, hash_items_reference
 from transfer.handshake import check_fit
-from transfer.transport import Block
+from transfer.transport import Block, open_transport
 
 GUEST = """
 import sys
@@ -105,8 +105,17 @@ def test_only_a_cards_memory() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_without_a_card() -> None:
-    with pytest.raises(ConfigError, match="no CUDA device 0 here"):
+    with pytest.raises(ConfigError, match="--device cuda:0: there is none here"):
         open_cuda_ipc("cuda")
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("transfer.cuda_ipc", "transfer.device_kernels"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ConfigError, match=r"--transport cuda_ipc: .*triton.*; install the extra gpu") as caught:
+        open_transport(TransferConfig(), "cuda")
+    assert caught.value.param == "transport"
 
 
 def node(device: str, role: Role = Role.DECODE, **transfer: Any) -> NodeConfig:
