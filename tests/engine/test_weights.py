@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.config import LoadFormat, ModelConfig
 from common.errors import ConfigError
 from engine.model_config import HybridConfig
-from engine.weights import expected_shapes, keep_float32, load_weights, weights_revision
+from engine.weights import expected_shapes, keep_float32, load_weights, weights_of, weights_revision
 
 NAME = "backbone.layers.0.mixer.in_proj.weight"
 
@@ -162,3 +163,17 @@ def test_revision_follows_every_byte(folder: Path) -> None:
     (folder / "part-0.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"part-0\.safetensors"):
         weights_revision(folder)
+
+
+def test_dummy_weights_need_no_file_and_are_the_same_twice(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    config = HybridConfig.from_folder(folder)
+    model = ModelConfig(path=str(folder), load_format=LoadFormat.DUMMY)
+    (first, revision), (again, _) = (weights_of(model, config, torch.bfloat16, "cpu") for _ in range(2))
+    assert {name: tuple(weight.shape) for name, weight in first.items()} == expected_shapes(config)
+    for name, weight in first.items():
+        assert weight.dtype is (torch.float32 if keep_float32(name) else torch.bfloat16)
+        assert torch.equal(weight, again[name]) and weight.isfinite().all() and weight.any()
+    assert revision == "dummy"
+    with pytest.raises(ConfigError, match="is there"):
+        weights_of(ModelConfig(path=str(folder)), config, torch.bfloat16, "cpu")
