@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+import httptools
 import msgspec
+import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,12 +35,41 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         was_in_head = self._in_head
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if was_in_head and self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._is_too_much = True
                 self.send_400_response("")
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            while data:
+                data = self._parse_to_upgrade(data)
+        except httptools.HttpParserError:
+            self.send_400_response("it cannot be parsed")
+
+    def _parse_to_upgrade(self, data: bytes) -> bytes:
+        """Returns what is still to be parsed.
+
+        The parser takes what follows a header Upgrade for another protocol, so the request comes again without it: a
+        server that speaks no other protocol ignores the header (RFC 9110, 7.8).
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return self._start_without_upgrade() + data[upgrade.args[0] :]
+        return b""
+
+    def _start_without_upgrade(self) -> bytes:
+        """Take a new parser; returns the head that it begins with: the old one's, without its header Upgrade."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -53,7 +84,20 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = False
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refuse_head()
-        super().on_headers_complete()
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("no proxy")  # a 400, by way of the parser
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    @property
+    def has_open_answer(self) -> bool:
+        """A request has come in whole, and its answer has not been written to the client's connection."""
+        is_answering = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        return is_answering or self.transport.get_write_buffer_size() > 0
 
     def _refuse_head(self) -> None:
         """Raises what the parser turns into a call of `send_400_response`."""
@@ -68,6 +112,11 @@ class LimitedProtocol(HttpToolsProtocol):
         head += [b"%s: %s\r\n" % header for header in response.raw_headers]
         self.transport.write(b"".join([*head, b"\r\n", response.body]))
         self.transport.close()
+
+
+def num_open_answers(server: uvicorn.Server) -> int:
+    """Connections of this server, whose protocol is LimitedProtocol, with an answer that is not written to its end."""
+    return sum(getattr(connection, "has_open_answer", False) for connection in server.server_state.connections)
 
 
 def _head_too_large() -> RequestError:

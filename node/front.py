@@ -27,7 +27,7 @@ import uvicorn
 
 from common.config import NodeConfig, Role, ServerConfig, check_node_config
 from common.errors import ConfigError, WorkerError
-from common.http_server import LimitedProtocol
+from common.http_server import LimitedProtocol, num_open_answers
 from common.logs import configure_logging
 from node.app import ServingNode, create_app
 from node.bootstrap import StartBootstrap, start_bootstrap
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 LISTEN_BACKLOG = 2048
 KEEP_ALIVE_S = 75
 HTTP_STOP_S = 3
+WRITTEN_POLL_S = 0.05
 RANK_STOP_S = 4.0
 RANK_START_S = 1800.0
 LAST_WORDS_S = 0.5
@@ -196,25 +197,28 @@ class _Front:
         log.info("%s node ready on http://%s:%d, fingerprint %s", self.config.role.value, host, port, _prints(node))
         await _first_of(serving, self.draining.wait(), self.stopping.wait())
         if not self.stopping.is_set():
-            await self._drain(node.client)
+            await self._drain(node.client, server)
         server.should_exit = True
         node.client.abort_all("the node is shutting down")
         node.client.fail_running(WorkerError("the node is shutting down", code="shutting_down"))
         await serving
 
-    async def _drain(self, client: RankClient) -> None:
-        """Take nothing new, and wait until nothing runs, a second signal comes or the time is over."""
+    async def _drain(self, client: RankClient, server: uvicorn.Server) -> None:
+        """Take nothing new, and wait until nothing runs and all answers are written, a second signal comes or the time
+        is over. An answer that is not written by then has as long as the server takes to stop."""
         client.refuse(WorkerError("the node is draining: it ends when what it runs has ended", code="draining"))
-        if client.num_unanswered == 0:
+        if client.num_unanswered == 0 and num_open_answers(server) == 0:
             log.info("nothing runs: the node ends")
             return
         limit_s = self.config.server.drain_timeout_s
         log.info(
             "draining for %g s at most, sequences that run: %d; again to end at once", limit_s, client.num_unanswered
         )
-        await _first_of(client.wait_answered(), self.stopping.wait(), timeout_s=limit_s)
+        await _first_of(_wait_written(client, server), self.stopping.wait(), timeout_s=limit_s)
         if client.num_unanswered:
             log.warning("%d sequences did not end in time and are aborted", client.num_unanswered)
+        elif num_open := num_open_answers(server):
+            log.warning("%d answers were not read in time", num_open)
         else:
             log.info("drained: the node ends")
 
@@ -243,6 +247,13 @@ async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any], timeou
     for task, wait in zip(tasks, waits, strict=True):
         if task is not wait:
             task.cancel()
+
+
+async def _wait_written(client: RankClient, server: uvicorn.Server) -> None:
+    """Until no request waits for a rank and no client for the rest of its answer."""
+    await client.wait_answered()
+    while num_open_answers(server):  # noqa: ASYNC110 - a transport tells nobody that it has written all
+        await asyncio.sleep(WRITTEN_POLL_S)
 
 
 async def _wait_ready(client: RankClient) -> list[Ready]:

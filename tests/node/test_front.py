@@ -23,7 +23,7 @@ import pytest
 
 from common.config import NodeConfig, Role
 from common.errors import ConfigError
-from node.front import bind
+from node.front import HTTP_STOP_S, bind
 from node.ipc import ipc_directory, remove_stale
 from node.processes import how_ended, rank_command
 from tests.node.conftest import FakeNode, end, fake_node, is_up, node_config, spawn, wait_for
@@ -155,7 +155,7 @@ def test_a_drained_node_answers_what_it_runs_and_refuses_the_rest(model_path: st
             found = answer()
         assert found.status_code == 200 and found.json()["meta_info"]["finish_reason"]["type"] == "length"
         assert node.process.wait(5) == 0 and not is_alive(rank)
-        assert "draining for 30 s at most, 1 sequences run" in node.log.read_text()
+        assert "draining for 30 s at most, sequences that run: 1" in node.log.read_text()
 
 
 def test_what_does_not_end_in_time_is_aborted(model_path: str, tmp_path: Path) -> None:
@@ -170,6 +170,48 @@ def test_what_does_not_end_in_time_is_aborted(model_path: str, tmp_path: Path) -
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
         assert node.process.wait(5) == 0
         assert "1 sequences did not end in time and are aborted" in node.log.read_text()
+
+
+def big_stream(node: FakeNode) -> socket.socket:
+    """A client that has asked for more than fits between it and the node, and that has read nothing yet."""
+    body = {"input_ids": [[65] * 50] * 64, "sampling_params": {"max_new_tokens": 150}, "stream": True}
+    content = json.dumps({**body, "return_logprob": True, "top_logprobs_num": 20}).encode()
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(20)
+    client.connect(("127.0.0.1", int(node.url.rpartition(":")[2])))
+    client.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
+    assert client.recv(12) == b"HTTP/1.1 200"
+    return client
+
+
+def rest_of(client: socket.socket) -> bytes:
+    parts = []
+    while part := client.recv(1 << 20):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def test_a_drain_waits_for_answers_that_are_read_slowly(model_path: str, tmp_path: Path) -> None:
+    """The rank has ended them long ago."""
+    with fake_node(node_config(model_path, Role.UNIFIED), tmp_path / "log") as node, big_stream(node) as client:
+        wait_for(lambda: node.state()["num_running"] == 0)
+        node.process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            node.process.wait(HTTP_STOP_S + 2)
+        answer = rest_of(client)
+        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") and b"error" not in answer
+        assert node.process.wait(10) == 0
+        assert "drained: the node ends" in node.log.read_text()
+
+
+def test_a_drain_waits_for_a_reader_no_longer_than_it_may(model_path: str, tmp_path: Path) -> None:
+    config = node_config(model_path, Role.UNIFIED, drain_s=0.5)
+    with fake_node(config, tmp_path / "log") as node, big_stream(node):
+        wait_for(lambda: node.state()["num_running"] == 0)
+        node.process.send_signal(signal.SIGTERM)
+        assert node.process.wait(15) == 0
+        assert "1 answers were not read in time" in node.log.read_text()
 
 
 def test_a_request_that_was_still_coming_in_is_refused(model_path: str, tmp_path: Path) -> None:
