@@ -32,26 +32,37 @@ class StopTrimmer:
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._beginnings = frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
+        self._stops = stops
         self._first_characters = frozenset(stop[0] for stop in stops)
         self._longest = max((len(stop) for stop in stops), default=1) - 1
+        self._length = 0
+        self._held = 0
         self.shown = 0
 
     def grow(self, text: str) -> None:
         """text: all of it so far."""
-        self.shown = max(self.shown, len(text) - self._held(text))
+        self._held = self._longest_beginning(text, self._held + len(text) - self._length)
+        self._length = len(text)
+        self.shown = max(self.shown, len(text) - self._held)
 
     def finish(self, text: str, matched: str | None, searched_from: int) -> None:
         """The text is complete. It is cut before `matched`, which lies at or after searched_from (characters)."""
         found = -1 if matched is None else text.find(matched, max(0, searched_from))
         self.shown = len(text) if found < 0 else found
 
-    def _held(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with, the whole stop string excepted."""
-        for length in range(min(self._longest, len(text)), 0, -1):
-            if text[-length] in self._first_characters and text[-length:] in self._beginnings:
+    def _longest_beginning(self, text: str, limit: int) -> int:
+        """Length of the longest end of the text that a stop string begins with, the whole stop string excepted.
+
+        limit: it is no longer, since what was held before has only grown by the new text. So each character costs a
+        fixed number of looks, however long the stop strings are.
+        """
+        for length in range(min(self._longest, limit), 0, -1):
+            if text[-length] in self._first_characters and self._begins(text[-length:]):
                 return length
         return 0
+
+    def _begins(self, end: str) -> bool:
+        return any(len(stop) > len(end) and stop.startswith(end) for stop in self._stops)
 
 
 LogprobEntry = tuple[float | None, int, str | None]

@@ -31,6 +31,8 @@ from node.tokenizer import Tokenizer
 HEALTH_TIMEOUT_S = 20.0
 FLUSH_RETRY_S = 0.05
 ABORT_WAIT_S = 1.0
+MAX_ABORTED_RIDS = 4096
+MAX_RID_CHARACTERS = 1024
 
 DEBUG_LIMIT = 1000
 
@@ -79,7 +81,7 @@ def create_app(node: ServingNode) -> FastAPI:
     _add_errors(app)
     _add_health(app, node)
     _add_info(app, node)
-    _add_accounts(app, node)
+    _add_accounts(app, node, generator)
     _add_control(app, node, generator)
     return app
 
@@ -174,7 +176,7 @@ def _or_error(found: dict[str, Any] | ServingError) -> dict[str, Any]:
     return found.record().body() if isinstance(found, ServingError) else found
 
 
-def _add_accounts(app: FastAPI, node: ServingNode) -> None:
+def _add_accounts(app: FastAPI, node: ServingNode, generator: Generator) -> None:
     client = node.client
 
     @app.get("/metrics")
@@ -205,7 +207,7 @@ def _add_accounts(app: FastAPI, node: ServingNode) -> None:
 
     @app.post("/debug/states")
     async def record_states(request: Request) -> Response:
-        raw = decode_object(await request.body())
+        raw = decode_object(await generator.read(request))
         await node.query_all("record", limit=int(read_bool("record", raw.get("record"))))
         return json_response({"success": True})
 
@@ -234,10 +236,18 @@ def _add_control(app: FastAPI, node: ServingNode, generator: Generator) -> None:
             return json_response({"success": True})
         if raw.get("rid") is None:
             raise RequestError("rid or abort_all: one of them must be given", param="rid")
-        named = raw["rid"] if isinstance(raw["rid"], list) else [raw["rid"]]
-        rids = [one for rid in named for one in node.client.rids_of(read_string("rid", rid, max_length=1024))]
+        rids = node.client.rids_of(_read_rids(raw["rid"]))
         node.client.abort(rids, "aborted by request")
         return json_response({"success": True, "ended": await node.client.wait_ended(rids, ABORT_WAIT_S)})
+
+
+def _read_rids(value: Any) -> list[str]:
+    """Raises RequestError."""
+    if not isinstance(value, list):
+        return [read_string("rid", value, max_length=MAX_RID_CHARACTERS)]
+    if len(value) > MAX_ABORTED_RIDS:
+        raise RequestError(f"rid: a list of {len(value)}, at most {MAX_ABORTED_RIDS} are allowed", param="rid")
+    return [read_string(f"rid[{i}]", rid, max_length=MAX_RID_CHARACTERS) for i, rid in enumerate(value)]
 
 
 def _read_limit(text: str | None) -> int:

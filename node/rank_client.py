@@ -18,7 +18,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -318,9 +318,10 @@ class RankClient:
             return False
         return True
 
-    def rids_of(self, rid: str) -> list[str]:
-        """The running sequences that a client means by a rid: its own, or those of the group it named."""
-        return [entry.rid for entry in self._running.values() if rid in (entry.rid, entry.group)]
+    def rids_of(self, named: Collection[str]) -> list[str]:
+        """The running sequences that a client means by these rids: their own, or those of a group it named."""
+        wanted = frozenset(named)
+        return [entry.rid for entry in self._running.values() if entry.rid in wanted or entry.group in wanted]
 
     def _check_free(self, submit: Submit) -> None:
         if submit.rid in self._running:

@@ -16,7 +16,7 @@ import msgspec
 from common.config import Role
 from common.errors import RequestError
 from common.handoff import RoomAddress
-from common.sampling import LogprobOptions
+from common.sampling import LogprobOptions, SamplingParams
 from node.fields import (
     NumberRule,
     check_distinct,
@@ -39,6 +39,7 @@ MAX_TEXTS_BYTES = 4 * 1024 * 1024
 MAX_RID_CHARACTERS = 256
 MAX_EXTRA_KEY_CHARACTERS = 1024
 MAX_TOP_LOGPROBS = 1024
+MAX_LISTED = 2**20  # characters of stop strings, stop tokens, biases: of all sequences of a request
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,12 +83,12 @@ def parse(raw: dict[str, Any], limits: ServingLimits) -> ParsedRequest:
     """Check everything that needs no tokenizer."""
     check_names(raw)
     field, prompts, is_batch = _read_prompts(raw, limits)
+    _check_count(field, len(prompts))
     sampling = _read_all_sampling(raw, len(prompts), limits)
     num_samples = sampling[0].num_samples
     total = len(prompts) * num_samples
-    if total > MAX_SEQUENCES:
-        too_many = field if len(prompts) > MAX_SEQUENCES else "sampling_params.n"
-        raise RequestError(f"{too_many}: {total} sequences, at most {MAX_SEQUENCES} in one request", param=too_many)
+    _check_count("sampling_params.n", total)
+    _check_lists(sampling)
     is_list = is_batch or num_samples > 1
     groups, rids = _read_rids(raw, len(prompts), total, is_list)
     logprobs = _read_logprobs(raw, len(prompts), total)
@@ -163,6 +164,28 @@ def expand(
     )
 
 
+def _check_count(name: str, num_sequences: int) -> None:
+    if num_sequences > MAX_SEQUENCES:
+        raise RequestError(f"{name}: {num_sequences} sequences, at most {MAX_SEQUENCES} in one request", param=name)
+
+
+def _check_lists(sampling: list[SamplingRequest]) -> None:
+    """Each sequence takes its own copy of these to its rank, so they are bounded together."""
+    for name, what, size in (
+        ("stop", "characters", _stop_characters),
+        ("stop_token_ids", "token ids", lambda params: len(params.stop_token_ids)),
+        ("logit_bias", "token ids", lambda params: len(params.logit_bias)),
+    ):
+        total = sum(size(one.params) * one.num_samples for one in sampling)
+        if total > MAX_LISTED:
+            path = f"sampling_params.{name}"
+            raise RequestError(f"{path}: {total} {what} over all sequences, at most {MAX_LISTED}", param=path)
+
+
+def _stop_characters(params: SamplingParams) -> int:
+    return sum(map(len, params.stop))
+
+
 def _get(raw: dict[str, Any], name: str, default: Any) -> Any:
     value = raw.get(name)
     return default if value is None else value
@@ -214,7 +237,8 @@ def _read_all_sampling(raw: dict[str, Any], batch: int, limits: ServingLimits) -
     """One a prompt. All must ask for the same number of samples, as at SGLang."""
     value = _get(raw, "sampling_params", {})
     if not isinstance(value, list):
-        return [read_sampling("sampling_params", value, limits.vocab_size) for _ in range(batch)]
+        first = read_sampling("sampling_params", value, limits.vocab_size)
+        return [first, *(first.again(value) for _ in range(batch - 1))]
     if len(value) != batch:
         raise RequestError(
             f"sampling_params: a list of {len(value)}, but the batch needs {batch}", param="sampling_params"

@@ -58,6 +58,12 @@ class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_samples: int
     is_length_open: bool
 
+    def again(self, raw: dict[str, Any]) -> SamplingRequest:
+        """The same for another prompt with the same raw parameters: with a seed of its own unless they name one."""
+        if raw.get("sampling_seed") is not None:
+            return self
+        return msgspec.structs.replace(self, params=msgspec.structs.replace(self.params, sampling_seed=_random_seed()))
+
     def sample(self, i: int, max_new_tokens: int) -> SamplingParams:
         """Rules of sample i of this prompt: its own seed, no more than max_new_tokens."""
         length = min(self.params.max_new_tokens, max_new_tokens)
@@ -76,7 +82,7 @@ def read_sampling(where: str, raw: Any, vocab_size: int) -> SamplingRequest:
     given = {name: value for name, value in raw.items() if value is not None}
     check_known(where, given, _KNOWN)
     _check_supported(where, given)
-    values: dict[str, Any] = {"sampling_seed": secrets.randbelow(MAX_SEED + 1)}
+    values: dict[str, Any] = {"sampling_seed": _random_seed()}
     for name in given.keys() & _NUMBERS.keys():
         values[name] = read_number(f"{where}.{name}", given[name], _NUMBERS[name])
     for name in given.keys() & _BOOLS:
@@ -90,6 +96,10 @@ def read_sampling(where: str, raw: Any, vocab_size: int) -> SamplingRequest:
         num_samples=read_number(f"{where}.n", given.get("n", 1), _SAMPLES),
         is_length_open="max_new_tokens" not in given,
     )
+
+
+def _random_seed() -> int:
+    return secrets.randbelow(MAX_SEED + 1)
 
 
 def _check_supported(where: str, given: dict[str, Any]) -> None:

@@ -115,12 +115,15 @@ class WindowDetokenizer:
         self._held: list[int] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
-        self._held += [i for i in token_ids if i not in self._skipped]
+        """One by one: the text does not depend on how many tokens come at once."""
+        return "".join(self._push(i) for i in token_ids if i not in self._skipped)
+
+    def _push(self, token_id: int) -> str:
+        self._held.append(token_id)
         text = self._new_text()
         if text.endswith(REPLACEMENT) and len(self._held) <= MAX_HELD_TOKENS:
             return ""
-        if self._held:
-            self._context, self._held = self._held, []
+        self._context, self._held = self._held, []
         return text
 
     def finish(self) -> str:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+import time
+import tracemalloc
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -12,7 +16,15 @@ from common.handoff import RoomAddress
 from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
 from node.answers import Answer, StopTrimmer, event, json_bytes
 from node.messages import Submit, Timing, Update
-from node.tokenizer import Tokenizer, load_tokenizer
+from node.resume import Resume
+from node.tokenizer import (
+    MAX_HELD_TOKENS,
+    ByteLevelDetokenizer,
+    Detokenizer,
+    Tokenizer,
+    WindowDetokenizer,
+    load_tokenizer,
+)
 
 LENGTH = FinishReason(type="length", length=1)
 
@@ -100,6 +112,54 @@ def test_trimmer_holds_the_longest_end_that_may_become_a_stop() -> None:
     for text, shown in [("xa", 1), ("xab", 1), ("xaba", 1), ("xabax", 5), ("xabaxb", 5), ("xabaxbb", 6)]:
         trimmer.grow(text)
         assert trimmer.shown == shown, text
+
+
+def test_the_trimmer_agrees_with_trying_every_beginning() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        stops = tuple("".join(rng.choices("ab", k=rng.randrange(1, 7))) for _ in range(rng.randrange(4)))
+        trimmer, text, shown = StopTrimmer(stops), "", 0
+        for _ in range(12):
+            text += "".join(rng.choices("ab", k=rng.randrange(4)))
+            ends = (n for n in range(1, len(text) + 1) if any(s.startswith(text[-n:]) and len(s) > n for s in stops))
+            shown = max(shown, len(text) - max(ends, default=0))
+            trimmer.grow(text)
+            assert trimmer.shown == shown, (stops, text)
+
+
+def test_long_stop_strings_cost_little_memory_and_time() -> None:
+    """64 of the longest, for each of many sequences; the text looks like all of them for as long as it can."""
+    stops = tuple("a" * 1000 + f"{i:024}" for i in range(64))
+    tracemalloc.start()
+    trimmers = [StopTrimmer(stops) for _ in range(100)]
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 100 * 10_000
+    start, text = time.process_time(), ""
+    for i in range(2000):
+        text += "b" if i % 500 == 499 else "a"
+        trimmers[0].grow(text)
+    assert trimmers[0].shown == len(text) and time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("make", [ByteLevelDetokenizer, WindowDetokenizer])
+def test_a_resumed_answer_is_the_undisturbed_one_at_every_cut(
+    tokenizer: Tokenizer, make: Callable[[Tokenizer, frozenset[int]], Detokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole characters, broken ones for longer than any is waited for, and the beginning of a stop string."""
+    monkeypatch.setattr(tokenizer, "detokenizer", lambda *, skip_special_tokens: make(tokenizer, frozenset()))
+    broken = tokenizer.encode("\U0001f9ff")[:1]
+    ids = tokenizer.encode("a long answer 🧿日本語 Quest") + broken * (MAX_HELD_TOKENS + 5) + tokenizer.encode("🧿 end")
+    sampling = SamplingParams(stop=("Question",))
+    undisturbed = texts(tokenizer, sampling, ids, LENGTH)
+    for cut in range(1, len(ids)):
+        answer = Answer(submit(sampling), tokenizer, return_text=False, resume=Resume(output_ids=ids[:cut]))
+        shown = [answer.object()["text"]]
+        for token_id in ids[cut:-1]:
+            answer.feed(update([token_id]))
+            shown.append(answer.object()["text"])
+        answer.feed(update(ids[-1:], LENGTH))
+        assert [*shown, answer.object()["text"]] == undisturbed[cut - 1 :], cut
 
 
 def test_a_disaggregated_answer_says_what_either_side_held(tokenizer: Tokenizer) -> None:

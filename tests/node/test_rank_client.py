@@ -143,7 +143,13 @@ async def test_a_group_is_found_by_its_name(pair: tuple[RankClient, SocketRank])
     client, _ = pair
     client.submit([submit("g_0"), submit("g_1")], Mailbox(), groups=["g", "g"], rank=None)
     client.submit([submit("g_9")], Mailbox(), groups=[None], rank=None)
-    assert client.rids_of("g") == ["g_0", "g_1"] and client.rids_of("g_9") == ["g_9"] and client.rids_of("x") == []
+    for named, rids in (
+        (["g"], ["g_0", "g_1"]),
+        (["g_9", "g_9"], ["g_9"]),
+        (["x"], []),
+        (["g_9", "g"], ["g_0", "g_1", "g_9"]),
+    ):
+        assert client.rids_of(named) == rids
 
 
 async def test_questions_get_their_answer_their_error_or_a_time_out(pair: tuple[RankClient, SocketRank]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -105,6 +106,16 @@ def test_seeds_are_random_without_one_and_count_up_with_one() -> None:
     assert len(seeds) == 4 * 4 and all(0 <= seed < 2**63 for seed in seeds)
     counted = read(sampling(n=3, sampling_seed=2**63 - 1)).submits
     assert [s.sampling.sampling_seed for s in counted] == [2**63 - 1, 0, 1]
+
+
+def test_parameters_that_prompts_share_are_checked_once() -> None:
+    """Prompts times what each of them carries must not be work, only to be refused."""
+    body = {"text": ["a"] * 512, "sampling_params": {"stop_token_ids": [1] * 1_000_000}}
+    start = time.process_time()
+    assert refusal(body).param == "sampling_params.stop_token_ids"
+    assert time.process_time() - start < 2
+    seeds = {s.sampling.sampling_seed for s in read({"text": ["a"] * 3}).submits}
+    assert len(seeds) == 3
 
 
 def test_samples_of_a_batch_are_prompt_major() -> None:
@@ -310,6 +321,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (sampling(stop=""), "sampling_params.stop"),
     (sampling(stop=["a", 5]), "sampling_params.stop[1]"),
     (sampling(stop=["a"] * 65), "sampling_params.stop"),
+    (sampling(stop=["a" * 1024] * 64, n=128), "sampling_params.stop"),
+    (sampling(stop_token_ids=[1] * 9000, n=128), "sampling_params.stop_token_ids"),
+    ({"text": ["a"] * 32, "sampling_params": {"stop": ["a" * 1024] * 64}}, "sampling_params.stop"),
     (sampling(stop_token_ids=5), "sampling_params.stop_token_ids"),
     (sampling(stop_token_ids=[VOCAB]), "sampling_params.stop_token_ids[0]"),
     (sampling(logit_bias=[1]), "sampling_params.logit_bias"),

@@ -255,8 +255,9 @@ def test_a_body_that_is_too_large(unified: FakeNode) -> None:
     for content in (b"x" * 100_001, b"x" * 700_000):
         response = httpx.post(f"{unified.url}/generate", content=content)
         assert response.status_code == 413 and response.json()["error"]["code"] == "body_too_large"
-    chunked = httpx.post(f"{unified.url}/generate", content=iter([b"x" * 60_000] * 3))
-    assert chunked.status_code == 413
+    for path in ("/generate", "/debug/states"):
+        chunked = httpx.post(f"{unified.url}{path}", content=iter([b"x" * 60_000] * 3))
+        assert chunked.status_code == 413
     assert unified.post({"text": "a" * 60_000}).status_code == 400
 
 
@@ -264,7 +265,7 @@ def test_a_body_that_says_that_it_is_too_large_is_refused_unread(unified: FakeNo
     assert b" 413 " in say(unified, b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100001\r\n\r\n")
 
 
-@pytest.mark.parametrize("path", [b"/generate", b"/abort_request"])
+@pytest.mark.parametrize("path", [b"/generate", b"/abort_request", b"/debug/states"])
 def test_a_body_that_does_not_come_times_out(unified: FakeNode, path: bytes) -> None:
     start = time.monotonic()
     answer = say(unified, b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{" % path, until_closed=True)
@@ -401,3 +402,48 @@ def test_abort_wants_to_know_what(unified: FakeNode) -> None:
     assert unified.post({"rid": "unknown"}, "/abort_request").status_code == 200
     for body in ({}, {"rid": 5}, {"abort_all": "yes"}, []):
         assert unified.post(body, "/abort_request").status_code == 400
+
+
+def test_an_abort_names_only_so_many(unified: FakeNode) -> None:
+    assert unified.post({"rid": [f"r{i}" for i in range(4096)]}, "/abort_request").json()["ended"] is True
+    for rids, param in (["r"] * 4097, "rid"), (["r", 5], "rid[1]"), (["r", ""], "rid[1]"):
+        refused = unified.post({"rid": rids}, "/abort_request")
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+
+
+UPGRADES = [
+    b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n",
+    b"connection: upgrade\r\nUpgrade: websocket\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n",
+]
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES, ids=["h2c", "websocket"])
+@pytest.mark.parametrize("step", [7, 100_000], ids=["in pieces", "at once"])
+def test_a_wish_to_speak_another_protocol_is_ignored(unified: FakeNode, upgrade: bytes, step: int) -> None:
+    """Bodies of both kinds and what follows on the same connection are read as if it was not there."""
+    body = b'{"input_ids": [65, 66], "sampling_params": {"max_new_tokens": 2}}'
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\n" + upgrade
+    requests = head + b"content-length: %d\r\n\r\n" % len(body) + body
+    requests += head + b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    requests += b"GET /health HTTP/1.1\r\nhost: x\r\n" + upgrade + b"\r\n"
+    requests += b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    host, port = unified.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(requests), step):
+            client.sendall(requests[start : start + step])
+        answer = b""
+        while more := client.recv(65536):
+            answer += more
+    assert answer.count(b"HTTP/1.1 200 OK") == 4 and answer.count(b'"output_ids":[65,66]') == 2
+
+
+def test_many_such_wishes_at_once(unified: FakeNode) -> None:
+    request = b"GET /health HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
+    requests = (request + b"\r\n") * 700 + request + b"connection: close\r\n\r\n"
+    assert say(unified, requests, until_closed=True).count(b"HTTP/1.1 200 OK") == 701
+
+
+def test_a_tunnel_is_refused(unified: FakeNode) -> None:
+    answer = say(unified, b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n" + UPGRADES[0] + b"\r\n", until_closed=True)
+    assert answer.startswith(b"HTTP/1.1 400 ") and b'"code":"bad_http"' in answer
