@@ -172,9 +172,9 @@ def test_what_does_not_end_in_time_is_aborted(model_path: str, tmp_path: Path) -
         assert "1 sequences did not end in time and are aborted" in node.log.read_text()
 
 
-def big_stream(node: FakeNode) -> socket.socket:
+def big_stream(node: FakeNode, **sampling: object) -> socket.socket:
     """A client that has asked for more than fits between it and the node, and that has read nothing yet."""
-    body = {"input_ids": [[65] * 50] * 64, "sampling_params": {"max_new_tokens": 150}, "stream": True}
+    body = {"input_ids": [[65] * 50] * 64, "sampling_params": {"max_new_tokens": 150, **sampling}, "stream": True}
     content = json.dumps({**body, "return_logprob": True, "top_logprobs_num": 20}).encode()
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -212,6 +212,17 @@ def test_a_drain_waits_for_a_reader_no_longer_than_it_may(model_path: str, tmp_p
         node.process.send_signal(signal.SIGTERM)
         assert node.process.wait(15) == 0
         assert "1 answers were not read in time" in node.log.read_text()
+
+
+def test_a_slow_reader_learns_that_the_time_to_drain_is_over(model_path: str, tmp_path: Path) -> None:
+    config = node_config(model_path, Role.UNIFIED, drain_s=0.5)
+    with fake_node(config, tmp_path / "log") as node, big_stream(node, **SLOW) as client:
+        node.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "64 sequences did not end in time" in node.log.read_text())
+        answer = rest_of(client)
+        error, done = answer.removesuffix(b"\r\n0\r\n\r\n").rstrip().split(b"data: ")[-2:]
+        assert b'"code":"shutting_down"' in error and done == b"[DONE]"
+        assert node.process.wait(10) == 0
 
 
 def test_a_request_that_was_still_coming_in_is_refused(model_path: str, tmp_path: Path) -> None:
