@@ -10,7 +10,7 @@ import asyncio
 from contextlib import aclosing
 from typing import Any
 
-from common.errors import AbortedError, WorkerError
+from common.errors import AbortedError, ServingError, WorkerError
 from router.client import LOST, Answer
 from router.events import WholeEvents, split_events
 from router.legs import Answered, Leg, LegFailed
@@ -62,7 +62,7 @@ class Attempt:
         try:
             if self._request.merges_logprobs:
                 body = (await self._prompt_logprobs()).merge_answer(body)
-        except WorkerError as error:
+        except ServingError as error:
             raise LegFailed.of(error) from error
         await self._reply.start(200, answered.content_type, len(body))
         await self._reply.write(body, more=False)
@@ -81,7 +81,7 @@ class Attempt:
             if not self._sent.is_done:
                 raise leg.lost(WorkerError("its stream ended before its end", code=LOST, status=502))
             await self._reply.write(events.rest(), more=False)
-        except WorkerError as error:
+        except ServingError as error:
             raise LegFailed.of(error) from error
         except LegFailed:
             if not self._is_complete():
@@ -123,14 +123,16 @@ class Attempt:
         legs = (self._decode_leg,) if self._flows else (self._prefill_leg, self._decode_leg)
         return next((leg for leg in legs if leg.worker is worker and leg.open), None)
 
-    def end_legs(self) -> None:
-        """Close the connections of what still runs, and tell the workers. Does nothing the second time."""
+    def end_legs(self, *, tell_workers: bool = True) -> None:
+        """Close the connections of what still runs, which workers notice, and tell them, by id. Does nothing the second
+        time."""
         self._answer.cancel()
         self._prefill.cancel()
         for leg in (self._prefill_leg, self._decode_leg):
             if leg.open:
                 leg.open = False
-                self._aborts.append(asyncio.create_task(leg.abort(self._request.rids)))
+                if tell_workers:
+                    self._aborts.append(asyncio.create_task(leg.abort(self._request.rids)))
 
     async def ended(self) -> bool:
         """Returns when neither leg runs and the workers have answered the aborts. The prefill leg may end a little

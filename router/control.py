@@ -19,6 +19,8 @@ from router.workers import Worker
 
 _LIMIT_S = 5.0
 _FLUSH_LIMIT_S = 60.0
+_MAX_RIDS = 4096
+"""That one abort may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ async def server_info(request: Request) -> Response:
             "role": "router",
             "workers": [worker.describe() for worker in router.workers.all],
             "mismatches": router.workers.mismatches(),
-            "requests_in_flight": len(router.dispatcher.in_flight.rids),
+            "requests_in_flight": router.dispatcher.num_running,
             "counters": msgspec.to_builtins(router.dispatcher.counters),
             "internal_states": [state for info in decode for state in info.get("internal_states", [])],
             "prefill": [infos[worker.url] for worker in router.workers.prefill if worker.url in infos],
@@ -130,13 +132,20 @@ async def abort_request(request: Request) -> Response:
     router = _router(request)
     body = await router.read_body(request.scope, request.receive)
     fields = decode_object(body)
-    if not fields.get("rid") and fields.get("abort_all") is not True:
-        raise RequestError("rid: name a request, or set abort_all", param="rid")
-    rid = fields.get("rid")
-    router.dispatcher.on_abort(None if fields.get("abort_all") is True else rid if isinstance(rid, list) else [rid])
+    router.dispatcher.on_abort(None if fields.get("abort_all") is True else _rids(fields.get("rid")))
     alive = [worker for worker in router.workers.all if worker.alive]
     _raise_first_refusal(await _order_all(router, alive, "POST", "/abort_request", body), "abort_request")
     return _json({"success": True})
+
+
+def _rids(rid: object) -> frozenset[str]:
+    """Those that an abort names. Raises RequestError."""
+    rids = rid if isinstance(rid, list) else [rid]
+    if len(rids) > _MAX_RIDS:
+        raise RequestError(f"rid: {len(rids)} in one abort, at most {_MAX_RIDS}", param="rid")
+    if not rids or not all(isinstance(item, str) and item for item in rids):
+        raise RequestError("rid: name a request, or set abort_all", param="rid")
+    return frozenset(rids)
 
 
 def _raise_first_refusal(said: list[Said], order: str) -> None:

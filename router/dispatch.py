@@ -27,7 +27,7 @@ from common.config import RouterConfig
 from common.errors import AbortedError, ServingError, WorkerError
 from router.attempt import Attempt
 from router.client import Network
-from router.in_flight import InFlight
+from router.in_flight import RID_IN_USE, InFlight
 from router.legs import Leg, LegFailed
 from router.reply import DONE_EVENT, Reply, Sent, resume_field
 from router.request import GenerateRequest
@@ -69,9 +69,10 @@ class Dispatcher:
     async def generate(self, request: GenerateRequest, receive: Receive, send: Send) -> None:
         """Serve one request to its end. Raises ServingError while the client has been sent nothing."""
         self.check_open()
-        await self._let_end(request.rids)
+        await self._let_end(request.names)
+        self.check_open()
         pair = self.workers.pick()
-        self.in_flight.claim(request.rids, 0)
+        self.in_flight.claim(request.names, 0)
         self.counters.requests += 1
         exchange = Exchange(self, request, Reply(receive, send, request.rids[0]))
         self._exchanges.add(exchange)
@@ -79,9 +80,9 @@ class Dispatcher:
             await exchange.run(pair)
         finally:
             task = self._in_background(self._release(exchange, request))
-            self._ending.update(dict.fromkeys(request.rids, task))
+            self._ending.update(dict.fromkeys(request.names, task))
 
-    async def _let_end(self, rids: tuple[str, ...]) -> None:
+    async def _let_end(self, rids: frozenset[str]) -> None:
         """Wait for requests of these ids that have their answer, or whose client has left; not for long."""
         if any(rid in self.in_flight.rids and rid not in self._ending for rid in rids):
             await asyncio.sleep(_NOTICE_S)  # a client that has just left may not have been noticed yet
@@ -94,8 +95,8 @@ class Dispatcher:
             await exchange.ended()
         finally:
             self._exchanges.discard(exchange)
-            self.in_flight.release(request.rids, exchange.rooms)
-            for rid in request.rids:
+            self.in_flight.release(request.names, exchange.rooms)
+            for rid in request.names:
                 self._ending.pop(rid, None)
             if not self._exchanges:
                 self._idle.set()
@@ -105,7 +106,7 @@ class Dispatcher:
         for exchange in self._exchanges:
             exchange.give_up(worker, error)
 
-    def on_abort(self, rids: list[object] | None) -> None:
+    def on_abort(self, rids: frozenset[str] | None) -> None:
         """A client aborts these requests, or all of them: they are not tried again."""
         for exchange in self._exchanges:
             if rids is None or not exchange.request_ids.isdisjoint(rids):
@@ -132,10 +133,10 @@ class Dispatcher:
             await self._wait_idle(limit_s)
 
     async def _wait_idle(self, limit_s: float) -> None:
-        self._idle.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self._exchanges:
+                    self._idle.clear()
                     await self._idle.wait()
 
     @property
@@ -166,7 +167,7 @@ class Exchange:
         self._failed: list[Pair] = []
         self._stopped: LegFailed | None = None
         self._resumed_after: LegFailed | None = None
-        self.request_ids = frozenset(request.rids)
+        self.request_ids = request.names
         self.rooms: list[int] = []
 
     async def run(self, pair: Pair) -> None:
@@ -179,7 +180,8 @@ class Exchange:
                     return await attempt.run(gone)
                 except LegFailed as failure:
                     self._failed.append(pair)
-                    attempt.end_legs()
+                    # The id of a leg that was refused for it is another request's: an abort would end that one.
+                    attempt.end_legs(tell_workers=failure.code != RID_IN_USE)
                     pair = await self._next_pair(attempt, failure, gone)
         except LegFailed as failure:
             await self._tell(self._cause(failure))
@@ -238,7 +240,10 @@ class Exchange:
         field = resume_field(last)
         if field is None:
             raise failure
-        return self._request.resumed(field)
+        request = self._request.resumed(field)
+        if request.num_bytes > self._dispatcher.config.max_body_bytes:  # the nodes' own limit, unless set otherwise
+            raise failure
+        return request
 
     def _pick(self, failure: LegFailed, *, resumes: bool) -> Pair:
         try:

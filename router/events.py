@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
 _ENDS = (b"\n\n", b"\n\r\n")
-_END = re.compile(rb"\r?\n\r?\n")
 
 
 class WholeEvents:
@@ -39,5 +36,5 @@ def _after(text: bytearray, end: bytes, start: int) -> int:
 
 
 def split_events(whole: bytes) -> list[bytes]:
-    """The events of what `WholeEvents.feed` gave, each without its final blank line."""
-    return [event for event in _END.split(whole) if event]
+    """The events of what `WholeEvents.feed` gave, each without its final blank line, with LF for CRLF."""
+    return [event for event in whole.replace(b"\r\n", b"\n").split(b"\n\n") if event]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Set
 
 from common.errors import RequestError
 
 _ROOM_BITS = 63
+RID_IN_USE = "rid_in_use"
+"""Code of the error for an id that another request has, here and at the nodes."""
 
 
 def random_room() -> int:
@@ -23,11 +25,11 @@ class InFlight:
         self.rooms: set[int] = set()
         self.rids: set[str] = set()
 
-    def claim(self, rids: Sequence[str], num_rooms: int) -> list[int]:
+    def claim(self, rids: Set[str], num_rooms: int) -> list[int]:
         """Take the ids and as many new rooms. Raises RequestError when an id is taken: an abort would hit both."""
-        taken = self.rids.intersection(rids)
+        taken = self.rids & rids
         if taken:
-            raise RequestError(f"rid {min(taken)!r}: in use by a request that runs", param="rid", code="rid_in_use")
+            raise RequestError(f"rid {min(taken)!r}: in use by a request that runs", param="rid", code=RID_IN_USE)
         self.rids.update(rids)
         return self.more_rooms(num_rooms)
 
@@ -35,7 +37,7 @@ class InFlight:
         """For another try: a room is never used twice."""
         return [self._new_room() for _ in range(num_rooms)]
 
-    def release(self, rids: Sequence[str], rooms: Sequence[int]) -> None:
+    def release(self, rids: Set[str], rooms: Iterable[int]) -> None:
         self.rids.difference_update(rids)
         self.rooms.difference_update(rooms)
 

@@ -1,29 +1,54 @@
-"""The prompt's logprobs come from the prefill leg, the answer's from the decode leg: both go into one answer."""
+"""The prompt's logprobs come from the prefill leg, the answer's from the decode leg: both go into one answer.
+
+With many alternatives they are megabytes, and every event of a stream repeats them. So nothing is read that need not
+be: JSON that stays as it is passes as bytes (`Raw`), and the prompt's part is cut out once.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
-from common.errors import WorkerError
+from common.errors import RequestError, WorkerError
 
 _FIELDS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+_NULL = Raw(b"null")
+_MAX_BYTES = 64 * 2**20
+"""Of a prefill answer. A prompt that comes as text may have more positions than the router could know beforehand."""
+
+Object = dict[str, Raw]
+Values = list[Raw] | None
+
+
+class _PromptMeta(msgspec.Struct):
+    input_token_logprobs: Values = None
+    input_top_logprobs: Values = None
+    input_token_ids_logprobs: Values = None
+
+
+class _PromptItem(msgspec.Struct):
+    meta_info: _PromptMeta | None = None
 
 
 class PromptLogprobs:
     """Of one prefill answer. body: its JSON, one object or a list in the order of the sequences.
 
-    All of it raises WorkerError (502) for answers of another shape.
+    All of it raises WorkerError (502) for answers of another shape; RequestError for a body beyond reason.
     """
 
     def __init__(self, body: bytes) -> None:
-        self._items = _items(_decode(body))
+        if len(body) > _MAX_BYTES:
+            message = f"top_logprobs_num: the prompt's log-probabilities have more than {_MAX_BYTES} bytes"
+            raise RequestError(message, param="top_logprobs_num")
+        items = _decode(body, list[_PromptItem] | _PromptItem)
+        self._parts = [_parts(item.meta_info) for item in (items if isinstance(items, list) else [items])]
 
     def merge_answer(self, body: bytes) -> bytes:
         """A whole decode answer (one object or a list) with the prompt's logprobs in it."""
-        answer = _decode(body)
-        for index, item in enumerate(_items(answer)):
+        answer = _decode(body, list[Object] | Object)
+        for index, item in enumerate(answer if isinstance(answer, list) else [answer]):
             self._merge(item, index)
         return msgspec.json.encode(answer)
 
@@ -32,30 +57,29 @@ class PromptLogprobs:
         data = event.removeprefix(b"data:").strip()
         if not data.startswith(b"{"):
             return event
-        (item,) = _items(_decode(data))
-        self._merge(item, item.get("index", 0))
+        item = _decode(data, Object)
+        self._merge(item, _decode(item.get("index", Raw(b"0")), int))
         return b"data: " + msgspec.json.encode(item)
 
-    def _merge(self, item: dict[str, Any], index: int) -> None:
-        """Mutates the item's meta_info. An item that has none (an error) stays as it is."""
-        meta = item.get("meta_info")
-        if meta is None or index >= len(self._items):
+    def _merge(self, item: Object, index: int) -> None:
+        """Mutates the item. One that has no meta_info (an error) stays as it is."""
+        meta = _decode(item.get("meta_info", _NULL), Object | None)
+        if meta is None or index >= len(self._parts):
             return
-        prompt = self._items[index].get("meta_info", {})
-        for name in _FIELDS:
-            if prompt.get(name) is not None:
-                meta[name] = prompt[name] + (meta.get(name) or [])
+        for name, part in self._parts[index].items():
+            own = _decode(meta.get(name, _NULL), Values) or []
+            meta[name] = Raw(b"[" + b",".join(filter(None, (part, *own))) + b"]")
+        item["meta_info"] = Raw(msgspec.json.encode(meta))
 
 
-def _decode(body: bytes) -> Any:
+def _parts(meta: _PromptMeta | None) -> dict[str, bytes]:
+    """The prompt's values of each field that has any, as JSON without the brackets around them."""
+    fields = {name: getattr(meta, name) for name in _FIELDS} if meta is not None else {}
+    return {name: b",".join(values) for name, values in fields.items() if values is not None}
+
+
+def _decode(body: bytes | Raw, kind: Any) -> Any:
     try:
-        return msgspec.json.decode(body)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise WorkerError("a worker's answer is not JSON", code="bad_answer", status=502) from error
-
-
-def _items(answer: Any) -> list[dict[str, Any]]:
-    items = answer if isinstance(answer, list) else [answer]
-    if not all(isinstance(item, dict) for item in items):
-        raise WorkerError("a worker's answer holds no objects", code="bad_answer", status=502)
-    return items
+        raise WorkerError("a worker's answer makes no sense", code="bad_answer", status=502) from error

@@ -16,6 +16,10 @@ from router.workers import Worker
 
 MAX_SEQUENCES = 65536
 """Of one request: rooms are minted for each, so this bounds what a small body can make the router do."""
+MAX_RID_CHARACTERS = 256
+MAX_PROMPT_ALTERNATIVES = 2**20
+"""Of one request: prompt positions times top_logprobs_num, over all sequences. About 32 MiB of an answer, and of every
+event of a stream."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -24,7 +28,8 @@ _encoder = msgspec.json.Encoder()
 class GenerateRequest:
     """fields: the JSON object, with `rid` filled in. num_sequences: prompts times n, one room each.
 
-    lists_rooms: more than one sequence can come of it, so rooms go as a list. rids: every id that an abort may name.
+    lists_rooms: more than one sequence can come of it, so rooms go as a list. rids: as given; they name every sequence.
+    names: all ids that this request takes at the workers, those of the single sequences (`rid_0`, ...) included.
     """
 
     fields: dict[str, Any]
@@ -33,6 +38,7 @@ class GenerateRequest:
     num_sequences: int
     lists_rooms: bool
     rids: tuple[str, ...]
+    names: frozenset[str]
 
     def resumed(self, resume: dict[str, Any]) -> GenerateRequest:
         """The rest of a request of one sequence whose client has the beginning of the answer. The prompt's logprobs are
@@ -43,30 +49,48 @@ class GenerateRequest:
         return dataclasses.replace(self, fields=fields)
 
     def leg_bodies(self, prefill: Worker, rooms: Sequence[int]) -> tuple[bytes, bytes]:
-        """(prefill, decode) bodies: the same but for `stream`, which the prefill leg is never asked for."""
+        """(prefill, decode) bodies: the same but for `stream`, which the prefill leg is never asked for.
+
+        Raises RequestError when a field is nested too deep.
+        """
         fields = self.fields
         fields["bootstrap_host"] = prefill.host
         fields["bootstrap_port"] = prefill.bootstrap_port
         fields["bootstrap_room"] = list(rooms) if self.lists_rooms else rooms[0]
-        decode_body = _encoder.encode(fields)
+        decode_body = _encode(fields)
         if not self.stream:
             return decode_body, decode_body
-        return _encoder.encode(fields | {"stream": False}), decode_body
+        return _encode(fields | {"stream": False}), decode_body
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its body, without what a leg adds."""
+        return len(_encode(self.fields))
+
+
+def _encode(fields: dict[str, Any]) -> bytes:
+    """What could be read can still be too deep to be written."""
+    try:
+        return _encoder.encode(fields)
+    except RecursionError:
+        raise RequestError("the body is nested too deep", code="invalid_json") from None
 
 
 def parse_generate(body: bytes) -> GenerateRequest:
     """Raises RequestError naming the field."""
     fields = decode_object(body)
-    if fields.get("bootstrap_room") is not None:
-        raise RequestError("bootstrap_room: minted by the router, not given by a client", param="bootstrap_room")
+    for name in ("bootstrap_room", "resume"):
+        if fields.get(name) is not None:
+            raise RequestError(f"{name}: set by the router, not given by a client", param=name)
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):
-        raise RequestError(f"stream {stream!r}: true or false", param="stream")
+        raise RequestError("stream: true or false", param="stream")
     batch = _batch_size(fields)
     if batch == 0:
         raise RequestError("text: an empty batch", param="text")
     num_sequences = _num_sequences(fields.get("sampling_params"), batch)
-    rids = _rids(fields, batch)
+    rids = _rids(fields, batch, num_sequences)
+    _check_alternatives(fields, num_sequences)
     return GenerateRequest(
         fields=fields,
         stream=bool(stream),
@@ -74,6 +98,7 @@ def parse_generate(body: bytes) -> GenerateRequest:
         num_sequences=num_sequences,
         lists_rooms=batch is not None or num_sequences > 1,
         rids=rids,
+        names=_names(rids, num_sequences, one_for_batch=batch is not None and isinstance(fields["rid"], str)),
     )
 
 
@@ -93,8 +118,8 @@ def _num_sequences(sampling: object, batch: int | None) -> int:
         total = sum(_n(item) for item in sampling)
     else:
         total = prompts * _n(sampling)
-    if total > MAX_SEQUENCES:
-        raise RequestError(f"{total} sequences in one request: at most {MAX_SEQUENCES}", param="sampling_params.n")
+    if total > MAX_SEQUENCES:  # a number that may be too long to be written
+        raise RequestError(f"too many sequences in one request: at most {MAX_SEQUENCES}", param="sampling_params.n")
     return total
 
 
@@ -103,22 +128,64 @@ def _n(sampling: object) -> int:
     if n is None:
         return 1
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise RequestError(f"sampling_params.n {n!r}: an integer of at least 1", param="sampling_params.n")
+        raise RequestError("sampling_params.n: an integer of at least 1", param="sampling_params.n")
     return n
 
 
-def _rids(fields: dict[str, Any], batch: int | None) -> tuple[str, ...]:
+def _rids(fields: dict[str, Any], batch: int | None, num_sequences: int) -> tuple[str, ...]:
     """Fill in what the client left open. Raises RequestError for what cannot name a request."""
     rid = fields.get("rid")
     if rid is None:
         rid = uuid.uuid4().hex if batch is None else [uuid.uuid4().hex for _ in range(batch)]
         fields["rid"] = rid
     rids = rid if isinstance(rid, list) else [rid]
-    if not rids or not all(isinstance(item, str) and item for item in rids):
-        raise RequestError("rid: a string that is not empty, or a list of them", param="rid")
+    if not rids or not all(isinstance(item, str) and 0 < len(item) <= MAX_RID_CHARACTERS for item in rids):
+        raise RequestError(f"rid: a string of 1 to {MAX_RID_CHARACTERS} characters, or a list of them", param="rid")
+    if len(rids) > num_sequences:
+        raise RequestError(f"rid: {len(rids)} of them for {num_sequences} sequences", param="rid")
     if len(set(rids)) != len(rids):
         raise RequestError("rid: the same one twice", param="rid")
     return tuple(rids)
+
+
+def _names(rids: tuple[str, ...], num_sequences: int, *, one_for_batch: bool) -> frozenset[str]:
+    """The ids as given and those that the nodes make of one that stands for several sequences, or a batch of one."""
+    sharers = num_sequences // len(rids)
+    if sharers == 1 and not one_for_batch:
+        return frozenset(rids)
+    return frozenset(rids) | frozenset(f"{rid}_{i}" for rid in rids for i in range(sharers))
+
+
+def _check_alternatives(fields: dict[str, Any], num_sequences: int) -> None:
+    """Raises RequestError when the prompts' log-probabilities are too many; of a text nobody knows yet."""
+    ids = fields.get("input_ids")
+    if not isinstance(ids, list):
+        return
+    prompts = ids if ids and isinstance(ids[0], list) else [ids]
+    total = sum(_alternatives(fields, i, prompt) for i, prompt in enumerate(prompts)) * num_sequences // len(prompts)
+    if total > MAX_PROMPT_ALTERNATIVES:
+        raise RequestError(
+            f"top_logprobs_num: times the prompts' positions at most {MAX_PROMPT_ALTERNATIVES}",
+            param="top_logprobs_num",
+        )
+
+
+def _alternatives(fields: dict[str, Any], index: int, prompt: object) -> int:
+    """Of one prompt, once; 0 for what makes no sense, which the workers refuse."""
+    names = ("return_logprob", "logprob_start_len", "top_logprobs_num")
+    wanted, start, top = (_at(fields.get(name), index) for name in names)
+    if wanted is not True or not (isinstance(prompt, list) and isinstance(start, int) and isinstance(top, int)):
+        return 0
+    if start < 0:
+        return 0
+    return max(0, len(prompt) - start) * max(0, top)
+
+
+def _at(value: object, index: int) -> object:
+    """A prompt's own where a list is given; lists that are too short are the workers' to refuse."""
+    if not isinstance(value, list):
+        return value
+    return value[index] if index < len(value) else None
 
 
 def _any_true(value: object) -> bool:

@@ -9,11 +9,13 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.config import RouterConfig, WorkerAddress
 from common.errors import ConfigError
 from router.app import check_router_config, create_app, serve
+from router.request import parse_generate
 from tests.router.mocks import (
     MockWorker,
     RunningRouter,
@@ -171,6 +173,7 @@ REFUSED: list[tuple[bytes, str | None]] = [
     (b"\xff", None),
     (b"[" * 10000, None),
     (b'{"text": "a", "bootstrap_room": 1}', "bootstrap_room"),
+    (b'{"text": "a", "resume": {"output_ids": [1]}}', "resume"),
     (b'{"text": "a", "stream": "yes"}', "stream"),
     (b'{"text": "a", "rid": 3}', "rid"),
     (b'{"text": "a", "rid": ""}', "rid"),
@@ -182,6 +185,21 @@ REFUSED: list[tuple[bytes, str | None]] = [
     (b'{"text": "a", "sampling_params": {"n": true}}', "sampling_params.n"),
     (b'{"text": "a", "sampling_params": {"n": 1e3}}', "sampling_params.n"),
     (b'{"text": "a", "sampling_params": {"n": 99999999999999999999}}', "sampling_params.n"),
+    (b'{"text": ["a", "b"], "sampling_params": {"n": %s}}' % (b"9" * 4300), "sampling_params.n"),
+    (b'{"text": "a", "sampling_params": {"n": %s}}' % (b"[" * 850 + b"]" * 850), "sampling_params.n"),
+    (b'{"text": "a", "stream": %s}' % (b"[" * 850 + b"]" * 850), "stream"),
+    (b'{"text": "a", "rid": "%s"}' % (b"r" * 257), "rid"),
+    (b'{"text": "a", "rid": ["x", "y"]}', "rid"),
+    (
+        b'{"input_ids": [%s], "return_logprob": true, "logprob_start_len": 0, "top_logprobs_num": 1024}'
+        % b",".join([b"1"] * 1025),
+        "top_logprobs_num",
+    ),
+    (
+        b'{"input_ids": [[1], [%s]], "return_logprob": [false, true], "logprob_start_len": [0, 1], '
+        b'"top_logprobs_num": [0, 1024], "sampling_params": {"n": 2}}' % b",".join([b"1"] * 514),
+        "top_logprobs_num",
+    ),
 ]
 
 
@@ -193,6 +211,50 @@ async def test_what_the_router_refuses(router: RunningRouter, prefill: MockWorke
         assert error.get("param") == param, body
         assert error["message"]
     assert prefill.bodies == decode.bodies == []
+
+
+LOGPROBS: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1024}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"input_ids": [1] * 1025, "logprob_start_len": 1},
+        {"input_ids": [1] * 2000, "logprob_start_len": -1},
+        {"input_ids": [1] * 2000, "return_logprob": False},
+        {"input_ids": [[1] * 2000, [1]], "return_logprob": [False, True]},
+        {"input_ids": [[1] * 2000, [1]], "top_logprobs_num": [3]},
+        {"input_ids": [1] * 2000, "top_logprobs_num": "x"},
+    ],
+)
+def test_log_probabilities_within_reason_are_the_workers_to_judge(fields: dict[str, Any]) -> None:
+    assert parse_generate(msgspec.json.encode({"input_ids": [1] * 1024} | LOGPROBS | fields))
+
+
+async def test_a_field_that_is_nested_too_deep(router: RunningRouter) -> None:
+    """What the reader of JSON takes may still be too deep for its writer: where that begins depends on the stack."""
+    depths = [400, *range(900, 1000, 3)]
+    bodies = [b'{"text": "a", "priority": %s}' % (b"[" * depth + b"]" * depth) for depth in depths]
+    answers = [await router.client.post("/generate", content=body) for body in bodies]
+    assert {answer.status_code for answer in answers} == {200, 400}
+    errors = [answer.json()["error"] for answer in answers if answer.status_code == 400]
+    assert {error["code"] for error in errors} == {"invalid_json"}
+    assert any("too deep" in error["message"] for error in errors)
+    await router.until(lambda: not router.state.dispatcher.in_flight.rooms)
+
+
+async def test_aborts_that_name_nothing_usable(router: RunningRouter, decode: MockWorker) -> None:
+    decode.script = never
+    running = asyncio.create_task(router.generate(rid="a"))
+    await router.until(lambda: len(decode.bodies) == 1)
+    unusable: list[Any] = [{"a": 1}, [[1]], [{}], 3, "", [], [""], ["a", None], ["a"] * 4097]
+    for rid in unusable:
+        answer = await router.client.post("/abort_request", json={"rid": rid})
+        assert (answer.status_code, answer.json()["error"].get("param")) == (400, "rid"), str(rid)[:20]
+    assert decode.aborts == []
+    assert (await router.client.post("/abort_request", json={"rid": ["b"] * 4096})).status_code == 200
+    running.cancel()
 
 
 async def test_a_body_that_is_too_large(router: RunningRouter, decode: MockWorker) -> None:

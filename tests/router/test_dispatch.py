@@ -366,6 +366,68 @@ async def test_a_request_id_that_runs_is_refused(
     assert (await router.generate(rid="same")).status_code == 200
 
 
+FAMILIES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"rid": "x", "sampling_params": {"n": 2}}, {"rid": "x_1"}),
+    ({"rid": "x_1"}, {"rid": "x", "sampling_params": {"n": 2}}),
+    ({"rid": "x", "text": ["a", "b"]}, {"rid": "x_1"}),
+    ({"rid": "x", "text": ["a"]}, {"rid": "x_0"}),
+    ({"rid": ["x", "y"], "text": ["a", "b"], "sampling_params": {"n": 3}}, {"rid": "y_2"}),
+    ({"rid": "x_1_0", "sampling_params": {"n": 2}}, {"rid": "x_1", "sampling_params": {"n": 2}}),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), FAMILIES)
+async def test_the_ids_of_single_sequences_are_taken_too(
+    router: RunningRouter, decode: MockWorker, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    """The nodes name them `rid_0`, `rid_1`, ...: an abort of the one would end the other."""
+    decode.script = never
+    running = asyncio.create_task(router.generate(**first))
+    await router.until(lambda: len(decode.bodies) == 1)
+    answer = await router.generate(**second)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "rid_in_use")
+    assert len(decode.bodies) == 1
+    assert decode.aborts == []
+    running.cancel()
+    await drained(router)
+
+
+@pytest.mark.parametrize("fields", [{"rid": "x"}, {"rid": ["x", "y"], "text": ["a", "b"]}])
+async def test_an_id_of_one_sequence_takes_no_other_name(
+    router: RunningRouter, decode: MockWorker, fields: dict[str, Any]
+) -> None:
+    decode.script = never
+    running = asyncio.create_task(router.generate(**fields))
+    await router.until(lambda: len(decode.bodies) == 1)
+    decode.script = answer_at_once
+    assert (await router.generate(rid="x_0")).status_code == 200
+    running.cancel()
+    await drained(router)
+
+
+async def test_an_abort_of_one_sequence_ends_the_tries_of_all(router: RunningRouter, decode: MockWorker) -> None:
+    decode.script = never
+    running = asyncio.create_task(router.generate(rid="x", sampling_params={"n": 2}))
+    await router.until(lambda: len(decode.bodies) == 1)
+    await router.client.post("/abort_request", json={"rid": "x_0"})
+    assert all(exchange._stopped is not None for exchange in router.state.dispatcher._exchanges)
+    running.cancel()
+    await drained(router)
+
+
+async def test_an_id_that_another_has_at_a_worker_is_not_aborted_there(
+    router: RunningRouter, prefill: MockWorker, decode: MockWorker
+) -> None:
+    """The other leg has not said yet that the id is taken there too."""
+    prefill.script = fails(400, b'{"error": {"message": "rid: r", "code": "rid_in_use"}}', delay_s=0.05)
+    decode.script = never
+    answer = await router.generate(rid="r")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "rid_in_use")
+    await router.until(lambda: decode.cut_off == 1)
+    await drained(router)
+    assert prefill.aborts == decode.aborts == []
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_left_may_send_the_same_id_again_at_once(
     router: RunningRouter, prefill: MockWorker, decode: MockWorker, stream: bool

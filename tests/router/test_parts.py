@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from common.errors import RequestError, WorkerError
+from router import logprobs
 from router.events import WholeEvents, split_events
 from router.in_flight import InFlight, random_room
 from router.logprobs import PromptLogprobs
@@ -38,19 +39,19 @@ def test_split_events() -> None:
 def test_rooms_are_in_range_and_unique_in_flight() -> None:
     drawn = iter([7, 7, 0, 7, 2**63 - 1, 7])
     in_flight = InFlight(lambda: next(drawn))
-    assert in_flight.claim(["a"], 2) == [7, 0]
-    assert in_flight.claim(["b"], 1) == [2**63 - 1]
-    in_flight.release(["a"], [7, 0])
-    assert in_flight.claim(["a"], 1) == [7]
+    assert in_flight.claim({"a"}, 2) == [7, 0]
+    assert in_flight.claim({"b"}, 1) == [2**63 - 1]
+    in_flight.release({"a"}, [7, 0])
+    assert in_flight.claim({"a"}, 1) == [7]
     assert all(0 <= random_room() < 2**63 for _ in range(1000))
     assert max(random_room() for _ in range(200)) > 2**61
 
 
 def test_a_refused_claim_takes_nothing() -> None:
     in_flight = InFlight()
-    in_flight.claim(["a"], 1)
+    in_flight.claim({"a"}, 1)
     with pytest.raises(RequestError, match="'a'"):
-        in_flight.claim(["b", "a"], 5)
+        in_flight.claim({"b", "a"}, 5)
     assert in_flight.rids == {"a"}
     assert len(in_flight.rooms) == 1
 
@@ -66,7 +67,26 @@ def test_merge_leaves_other_fields_and_other_items_alone() -> None:
     assert prompt.merge_event(b"data: [DONE]") == b"data: [DONE]"
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"\xff", b"3", b"[1]"])
+def test_prompt_logprobs_are_not_read_again_for_every_event() -> None:
+    """What is not merged passes as it was written."""
+    prompt = PromptLogprobs(b'{"meta_info":{"input_token_logprobs":[ [-1.50, 1, null],2 ],"input_top_logprobs":[]}}')
+    event = b'data: {"text" : "\\u00e9","meta_info":{"id": 1.0,"input_token_logprobs":[3]}}'
+    assert prompt.merge_event(event) == (
+        b'data: {"text":"\\u00e9","meta_info":{"id":1.0,"input_token_logprobs":[[-1.50, 1, null],2,3],'
+        b'"input_top_logprobs":[]}}'
+    )
+
+
+def test_prompt_logprobs_beyond_reason_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "_MAX_BYTES", 10)
+    with pytest.raises(RequestError) as caught:
+        PromptLogprobs(b'{"meta_info":{}}')
+    assert caught.value.param == "top_logprobs_num"
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>", b"\xff", b"3", b"[1]", b'{"meta_info":{"input_token_logprobs":{}}}', b'{"meta_info":[]}']
+)
 def test_answers_of_another_shape_are_refused(body: bytes) -> None:
     with pytest.raises(WorkerError):
         PromptLogprobs(body)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from aiohttp import web
@@ -324,6 +324,7 @@ NOT_RESUMED: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "several sequences": ({}, PARTIAL | {"index": 0}, {"text": ["a", "b"]}),
     "no ids": ({}, {"text": "a", "meta_info": {}}, {}),
     "no object": ({}, b": a comment", {}),
+    "too long": ({"max_body_bytes": 2000}, PARTIAL | {"output_ids": [7] * 1000}, {}),
 }
 
 
@@ -440,6 +441,47 @@ async def test_a_draining_router_refuses_new_requests_and_ends_what_runs(
     release.set()
     assert (await request).status_code == 200
     await asyncio.wait_for(draining, 5)
+
+
+async def test_a_request_that_waited_for_its_id_does_not_begin_when_the_router_drains(
+    router: RunningRouter, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatcher = router.state.dispatcher
+
+    async def wait_meanwhile(_: object) -> None:
+        await dispatcher.drain(5)
+
+    monkeypatch.setattr(dispatcher, "_let_end", wait_meanwhile)
+    answer = await router.generate(rid="r")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+    assert workers.legs("decode") == []
+
+
+class CountedEvent(asyncio.Event):
+    waits = 0
+
+    async def wait(self) -> Literal[True]:
+        self.waits += 1
+        assert self.waits < 10, "it spins"
+        return await super().wait()
+
+
+async def test_a_request_that_began_after_the_last_one_ended_is_waited_for(
+    router: RunningRouter, workers: Workers
+) -> None:
+    """That nothing ran any more for a moment must be seen anew every time."""
+    dispatcher = router.state.dispatcher
+    dispatcher._idle = CountedEvent()
+    workers.first("decode", never)
+    request = asyncio.create_task(router.generate())
+    await router.until(lambda: len(workers.legs("decode")) == 1)
+    draining = asyncio.create_task(dispatcher.drain(0.5))
+    await router.until(lambda: dispatcher._idle.waits == 1)
+    dispatcher._idle.set()
+    await draining
+    assert dispatcher.num_running == 1
+    dispatcher.end_all()
+    assert (await request).status_code == 503
 
 
 @pytest.mark.parametrize("stream", [False, True])
