@@ -147,4 +147,4 @@ class Attempt:
 def _merged(prompt: PromptLogprobs | None, whole: bytes) -> bytes:
     if prompt is None:
         return whole
-    return b"".join(prompt.merge_event(event) + b"\n\n" for event in split_events(whole))
+    return b"\n\n".join([*(prompt.merge_event(event) for event in split_events(whole)), b""])

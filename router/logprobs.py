@@ -48,9 +48,10 @@ class PromptLogprobs:
     def merge_answer(self, body: bytes) -> bytes:
         """A whole decode answer (one object or a list) with the prompt's logprobs in it."""
         answer = _decode(body, list[Object] | Object)
-        for index, item in enumerate(answer if isinstance(answer, list) else [answer]):
-            self._merge(item, index)
-        return msgspec.json.encode(answer)
+        if not isinstance(answer, list):
+            return b"".join(self._merged(answer, 0))
+        items = (b"".join(self._merged(item, index)) for index, item in enumerate(answer))
+        return b"[" + b",".join(items) + b"]"
 
     def merge_event(self, event: bytes) -> bytes:
         """One server-sent event, without its final blank line. Events that carry no object are returned unchanged."""
@@ -58,18 +59,26 @@ class PromptLogprobs:
         if not data.startswith(b"{"):
             return event
         item = _decode(data, Object)
-        self._merge(item, _decode(item.get("index", Raw(b"0")), int))
-        return b"data: " + msgspec.json.encode(item)
+        return b"".join([b"data: ", *self._merged(item, _decode(item.get("index", Raw(b"0")), int))])
 
-    def _merge(self, item: Object, index: int) -> None:
-        """Mutates the item. One that has no meta_info (an error) stays as it is."""
+    def _merged(self, item: Object, index: int) -> list[bytes]:
+        """The item's JSON in pieces, of which the large ones are copied only once, by whoever joins them. An item that
+        has no meta_info (an error) stays as it is. Mutates the item."""
         meta = _decode(item.get("meta_info", _NULL), Object | None)
-        if meta is None or index >= len(self._parts):
-            return
+        if meta is None or not any(self._parts[index : index + 1]):
+            return [msgspec.json.encode(item)]
+        merged: list[bytes] = []
         for name, part in self._parts[index].items():
-            own = _decode(meta.get(name, _NULL), Values) or []
-            meta[name] = Raw(b"[" + b",".join(filter(None, (part, *own))) + b"]")
-        item["meta_info"] = Raw(msgspec.json.encode(meta))
+            own = _decode(meta.pop(name, _NULL), Values) or []
+            comma = b"," if part and own else b""
+            merged += [b'"%s":[' % name.encode(), part, comma, b",".join(own), b"]", b","]
+        del item["meta_info"]
+        return [_begun(item), b'"meta_info":', _begun(meta), *merged[:-1], b"}}"]
+
+
+def _begun(fields: Object) -> bytes:
+    """The JSON object up to where one more field follows."""
+    return msgspec.json.encode(fields)[:-1] + (b"," if fields else b"")
 
 
 def _parts(meta: _PromptMeta | None) -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -75,6 +76,25 @@ def test_prompt_logprobs_are_not_read_again_for_every_event() -> None:
         b'data: {"text":"\\u00e9","meta_info":{"id":1.0,"input_token_logprobs":[[-1.50, 1, null],2,3],'
         b'"input_top_logprobs":[]}}'
     )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "event", "merged"),
+    [
+        ("[1]", {"meta_info": {}}, {"meta_info": {"input_token_logprobs": [1]}}),
+        ("[]", {"meta_info": {"input_token_logprobs": [2]}}, {"meta_info": {"input_token_logprobs": [2]}}),
+        ("[]", {"meta_info": {}, "a": 1}, {"meta_info": {"input_token_logprobs": []}, "a": 1}),
+        ("null", {"meta_info": {"b": 1}}, {"meta_info": {"b": 1}}),
+        ("[1]", {"meta_info": None}, {"meta_info": None}),
+        ("[1]", {"error": {}}, {"error": {}}),
+        ("[1]", {"meta_info": {}, "index": 1}, {"meta_info": {}, "index": 1}),
+        ("[1]", {"meta_info": {}, "index": -1}, {"meta_info": {}, "index": -1}),
+    ],
+)
+def test_merging_at_its_edges(prompt: str, event: dict[str, Any], merged: dict[str, Any]) -> None:
+    logprobs = PromptLogprobs(f'{{"meta_info":{{"input_token_logprobs":{prompt}}}}}'.encode())
+    assert msgspec.json.decode(logprobs.merge_event(b"data: " + msgspec.json.encode(event))[6:]) == merged
+    assert msgspec.json.decode(logprobs.merge_answer(msgspec.json.encode([{}, event])))[0] == {}
 
 
 def test_prompt_logprobs_beyond_reason_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
