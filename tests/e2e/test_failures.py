@@ -62,7 +62,7 @@ class Call:
         return dict(self.answer.json()["error"])
 
     def tokens(self) -> int:
-        self._thread.join(60)
+        self._thread.join(100)
         assert self.answer is not None and self.answer.status_code == 200
         return len(self.answer.json()["output_ids"])
 
@@ -114,10 +114,11 @@ def test_closing_the_sending_half_of_a_connection_ends_the_request(running_stack
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_rank_stops_before_the_ranks_know_each_other(running_stack: Stack, side: str) -> None:
-    """A stopped prefill rank ends what is queued and does no harm to what runs; a stopped decode rank ends both."""
+    """A stopped prefill rank ends what is queued and does no harm to what runs (for longer than the time-out); a stopped
+    decode rank ends both."""
     marks = failure_table.cells()
     victim: Server = getattr(running_stack, side)
-    long, queued = one_runs_one_is_queued(running_stack, 800 if side == "prefill" else 6000)
+    long, queued = one_runs_one_is_queued(running_stack, 3000 if side == "prefill" else 6000)
     pid = victim.rank().pid
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -126,7 +127,7 @@ def test_a_rank_stops_before_the_ranks_know_each_other(running_stack: Stack, sid
         if side == "prefill":
             assert marks["decode", "queued", "other side silent"] == "other leg"
             assert marks["decode", "running", "other side silent"] == "no harm"
-            assert long.tokens() == 800
+            assert long.tokens() == 3000
             wait_until(lambda: is_empty(running_stack.decode))
         else:
             assert marks["prefill", "expected", "other side silent"] == "other leg"
