@@ -114,7 +114,7 @@ def test_closing_the_sending_half_of_a_connection_ends_the_request(running_stack
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_rank_stops_before_the_ranks_know_each_other(running_stack: Stack, side: str) -> None:
-    """A stopped prefill rank ends what is queued and does no harm to what runs (for longer than the time-out); a stopped
+    """A stopped prefill rank ends what is queued and does no harm to what runs, which outlasts the time-out; a stopped
     decode rank ends both."""
     marks = failure_table.cells()
     victim: Server = getattr(running_stack, side)
