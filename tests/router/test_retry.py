@@ -374,7 +374,8 @@ async def test_pairs_are_not_fixed(router: RunningRouter, workers: Workers) -> N
     assert [len(worker.bodies) for worker in workers.all] == [20, 20, 20, 20]
 
 
-async def test_a_draining_worker_gets_no_new_requests_and_ends_its_own(router: RunningRouter, workers: Workers) -> None:
+async def one_that_waits(router: RunningRouter, workers: Workers) -> tuple[asyncio.Task[Any], asyncio.Event]:
+    """A request that decode has, and what lets it be answered."""
     release = asyncio.Event()
 
     async def slow(worker: MockWorker, *rest: Any) -> web.StreamResponse:
@@ -384,6 +385,11 @@ async def test_a_draining_worker_gets_no_new_requests_and_ends_its_own(router: R
     workers.first("decode", slow)
     request = asyncio.create_task(router.generate())
     await router.until(lambda: len(workers.legs("decode")) == 1)
+    return request, release
+
+
+async def test_a_draining_worker_gets_no_new_requests_and_ends_its_own(router: RunningRouter, workers: Workers) -> None:
+    request, release = await one_that_waits(router, workers)
     draining = next(worker for worker in workers.decode if worker.bodies)
     draining.healthy, draining.health_error = False, {"code": "draining"}
     known = next(worker for worker in router.state.workers.decode if worker.url == draining.url)
@@ -424,15 +430,7 @@ async def test_a_worker_that_came_back_unnoticed_as_another_is_asked_what_it_is(
 async def test_a_draining_router_refuses_new_requests_and_ends_what_runs(
     router: RunningRouter, workers: Workers
 ) -> None:
-    release = asyncio.Event()
-
-    async def slow(worker: MockWorker, *rest: Any) -> web.StreamResponse:
-        await release.wait()
-        return await answer_at_once(worker, *rest)
-
-    workers.first("decode", slow)
-    request = asyncio.create_task(router.generate())
-    await router.until(lambda: len(workers.legs("decode")) == 1)
+    request, release = await one_that_waits(router, workers)
     draining = asyncio.create_task(router.state.dispatcher.drain(10))
     await asyncio.sleep(0)
     for answer in (await router.generate(), await router.client.get("/health")):
