@@ -13,6 +13,7 @@ from typing import Any
 from common.errors import AbortedError, ServingError, WorkerError
 from router.client import LOST, Answer
 from router.events import WholeEvents, split_events
+from router.leg_outcome import LegEnd
 from router.legs import Answered, Leg, LegFailed
 from router.logprobs import PromptLogprobs
 from router.reply import DONE_EVENT, Reply, Sent, is_finished
@@ -80,6 +81,7 @@ class Attempt:
                         await self._pass_on(answer, whole)
             if not self._sent.is_done:
                 raise leg.lost(WorkerError("its stream ended before its end", code=LOST, status=502))
+            leg.end(LegEnd.OK)
             await self._reply.write(events.rest(), more=False)
         except ServingError as error:
             raise LegFailed.of(error) from error
@@ -129,6 +131,7 @@ class Attempt:
         self._answer.cancel()
         self._prefill.cancel()
         for leg in (self._prefill_leg, self._decode_leg):
+            leg.end(LegEnd.ABORTED)
             if leg.open:
                 leg.open = False
                 if tell_workers:
@@ -141,6 +144,8 @@ class Attempt:
         if not (self._answer.done() and self._prefill.done()):
             self.end_legs()
         said = await asyncio.gather(self._answer, self._prefill, *self._aborts, return_exceptions=True)
+        self._prefill_leg.end(LegEnd.ABORTED)
+        self._decode_leg.end(LegEnd.ABORTED)
         return all(ended is True for ended in said[2:])
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from common.errors import ServingError, WorkerError
 from router.client import LOST, REFUSED, UNREACHABLE, Answer, Network
+from router.leg_outcome import LegEnd, LegOutcome, end_of
 from router.workers import Worker, Workers
 
 log = logging.getLogger("tandem.router")
@@ -64,13 +66,42 @@ def _read(body: bytes) -> tuple[str | None, bool]:
 
 @dataclass(slots=True)
 class Leg:
-    """open: the worker may still be at work for it, so an abort makes sense."""
+    """open: the worker may still be at work for it, so an abort makes sense.
+
+    `workers` is told of the leg as soon as it is made, and once of its end.
+    """
 
     worker: Worker
     body: bytes
     workers: Workers
     network: Network
     open: bool = True
+    began_s: float = field(default_factory=time.monotonic)
+    has_ended: bool = False
+    _first_byte_s: float | None = None
+    _last_byte_s: float = 0.0
+    _num_chunks: int = 0
+
+    def __post_init__(self) -> None:
+        self.workers.on_leg_begin(self)
+
+    def end(self, end: LegEnd, code: str | None = None) -> None:
+        """The first end counts: does nothing the second time."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        gap_s = None
+        if self._first_byte_s is not None and self._num_chunks > 1:
+            gap_s = (self._last_byte_s - self._first_byte_s) / (self._num_chunks - 1)
+        seconds = time.monotonic() - self.began_s
+        outcome = LegOutcome(end=end, code=code, seconds=seconds, first_byte_s=self._first_byte_s, gap_s=gap_s)
+        self.workers.on_leg_end(self, outcome)
+
+    def _on_chunk(self) -> None:
+        self._last_byte_s = time.monotonic() - self.began_s
+        if self._first_byte_s is None:
+            self._first_byte_s = self._last_byte_s
+        self._num_chunks += 1
 
     async def start(self) -> Answer:
         """Post it; the head of a good answer. Raises LegFailed."""
@@ -91,12 +122,18 @@ class Leg:
         except WorkerError as error:
             raise self.lost(error) from error
         self.open = False
+        self._on_chunk()
+        self.end(LegEnd.OK)
         return Answered(answer.content_type, body)
 
     async def chunks(self, answer: Answer) -> AsyncGenerator[bytes, None]:
-        """The body of a good answer as it arrives. Raises LegFailed. Leaves the connection closed or in the pool."""
+        """The body of a good answer as it arrives. Raises LegFailed. Leaves the connection closed or in the pool.
+
+        Whether it was a whole answer the reader has to know, who says so by `end`.
+        """
         try:
             async for chunk in answer.chunks():
+                self._on_chunk()
                 yield chunk
             self.open = False
         except WorkerError as error:
@@ -109,6 +146,7 @@ class Leg:
         self.open = False
         failure = LegFailed(status if 400 <= status <= 599 else 502, content_type, body)
         self.workers.on_error(self.worker, failure.status)
+        self.end(end_of(failure.status), failure.code)
         return failure
 
     def lost(self, error: WorkerError) -> LegFailed:
@@ -116,6 +154,7 @@ class Leg:
         if error.code in (REFUSED, UNREACHABLE):  # it has never seen the request
             self.open = False
         self.workers.report(self.worker, error)
+        self.end(LegEnd.LOST, error.code)
         role = self.worker.role.value
         log.warning("%s worker %s: %s", role, self.worker.url, error.message)
         message = f"{role} worker: {error.message}"

@@ -14,7 +14,7 @@ import logging
 import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,6 +22,10 @@ import msgspec
 from common.config import Role, RouterConfig, WorkerAddress
 from common.errors import ConfigError, WorkerError
 from router.client import REFUSED, UNREACHABLE, Network
+from router.leg_outcome import LegOutcome
+
+if TYPE_CHECKING:
+    from router.legs import Leg
 
 log = logging.getLogger("tandem.router")
 
@@ -36,7 +40,7 @@ class Worker:
     host: what the other leg calls it by (of a prefill worker: where its rooms are opened). fingerprint: of its state
     layout, handoff: how it hands state over; None while unknown or when it publishes none. resumes: whether it goes on
     with answers that others began. instance: of the process, None when it tells none. reason: why it is not alive.
-    unanswered: checks in a row.
+    unanswered: checks in a row. num_legs: that run there.
     """
 
     role: Role
@@ -50,6 +54,7 @@ class Worker:
     instance: str | None = None
     reason: str = "not checked yet"
     unanswered: int = 0
+    num_legs: int = 0
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
 
     def fits(self, other: Worker) -> bool:
@@ -163,6 +168,16 @@ class Workers:
             else f"{p.url} hands over by {p.handoff}, {d.url} by {d.handoff}"
             for p, d in pairs
         )
+
+    # Legs
+
+    def on_leg_begin(self, leg: Leg) -> None:
+        """A leg opens. Called for every leg, before anything is sent."""
+        leg.worker.num_legs += 1
+
+    def on_leg_end(self, leg: Leg, outcome: LegOutcome) -> None:
+        """It has ended. Called once for every leg that has begun."""
+        leg.worker.num_legs -= 1
 
     # Health
 

@@ -1,0 +1,40 @@
+"""How a leg ended, as `Workers.on_leg_end` is told once for each leg that `Workers.on_leg_begin` was told of."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class LegEnd(enum.StrEnum):
+    """OK: a whole answer. CLIENT_ERROR: the worker refused the request (4xx). WORKER_ERROR: it failed (5xx, or an error
+    in its stream). LOST: it could not be reached, the connection broke, or it is silent. ABORTED: ended on purpose: the
+    client left or aborted, a deadline passed, or the other leg failed."""
+
+    OK = "ok"
+    CLIENT_ERROR = "client_error"
+    WORKER_ERROR = "worker_error"
+    LOST = "lost"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegOutcome:
+    """code: the error's, None when there is none. seconds: from the opening to the end.
+
+    first_byte_s: from the opening to the first byte of a good answer's body, None when none came. gap_s: mean gap
+    between two chunks of a stream, None for fewer than two.
+    """
+
+    end: LegEnd
+    code: str | None
+    seconds: float
+    first_byte_s: float | None
+    gap_s: float | None
+
+
+def end_of(status: int) -> LegEnd:
+    """What an error status of a worker says. 499: the request was ended on purpose."""
+    if status == 499:
+        return LegEnd.ABORTED
+    return LegEnd.CLIENT_ERROR if status < 500 else LegEnd.WORKER_ERROR
