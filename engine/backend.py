@@ -54,6 +54,7 @@ def _cuda_engine(
         from engine.cuda.load import load_cuda_runner
     except ImportError as error:
         raise ConfigError(f"--device {device}: {error}; install the extra gpu", param="device") from error
+    torch.cuda.set_device(device.index or 0)  # of this thread: kernels are launched there
     runner = load_cuda_runner(
         model,
         engine,
