@@ -18,15 +18,14 @@ class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
     param: str | None = None
 
     def body(self) -> dict[str, Any]:
-        """The JSON object of an HTTP answer or of a `data:` line."""
-        error: dict[str, Any] = {
+        """The JSON object of an HTTP answer or of a `data:` line: OpenAI's shape, and whether it may be sent again."""
+        error = {
             "message": self.message,
             "type": self.type,
+            "param": self.param,
             "code": self.code,
             "retryable": self.retryable,
         }
-        if self.param is not None:
-            error["param"] = self.param
         return {"error": error}
 
 
@@ -34,6 +33,7 @@ class ServingError(Exception):
     """Base of every typed error.
 
     message: one sentence for the user. code: a stable identifier. param: the field or setting at fault.
+    retry_after_s: when it makes sense to ask again, of an error that is answered here; a peer is not told.
     """
 
     type: ClassVar[str] = "serving_error"
@@ -41,12 +41,21 @@ class ServingError(Exception):
     status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
 
-    def __init__(self, message: str, *, code: str | None = None, param: str | None = None, status: int | None = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        status: int | None = None,
+        retry_after_s: float | None = None,
+    ):
         super().__init__(message)
         self.message = message
         self.code = code or self.default_code
         self.param = param
         self.http_status = status or self.status
+        self.retry_after_s = retry_after_s
 
     def record(self) -> ErrorRecord:
         return ErrorRecord(
@@ -95,9 +104,14 @@ class AbortedError(ServingError):
     type, default_code, status = "aborted_error", "aborted", 499
 
 
-_BY_TYPE: dict[str, type[ServingError]] = {
-    cls.type: cls for cls in (ConfigError, RequestError, CapacityError, WorkerError, TransferError, AbortedError)
-}
+class AccessError(ServingError):
+    """The caller has no key, a wrong one, or one that does not allow this (403)."""
+
+    type, default_code, status = "access_error", "invalid_api_key", 401
+
+
+_KINDS = (ConfigError, RequestError, CapacityError, WorkerError, TransferError, AbortedError, AccessError)
+_BY_TYPE: dict[str, type[ServingError]] = {cls.type: cls for cls in _KINDS}
 
 
 def from_record(record: ErrorRecord) -> ServingError:

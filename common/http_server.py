@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
 
 import httptools
@@ -131,8 +132,9 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s
     """The whole body of a request. What is refused is not read: the server drops what still comes of it.
 
     Raises RequestError: 413 when it is, or says that it is, longer than max_bytes; 408 when it is not complete within
-    timeout_s. Raises AbortedError when the client leaves.
+    timeout_s; 415 when it is compressed. Raises AbortedError when the client leaves.
     """
+    _check_encoding(scope["headers"])
     _check_declared_length(scope["headers"], max_bytes)
     try:
         async with asyncio.timeout(timeout_s):
@@ -158,6 +160,13 @@ async def _read(receive: Receive, max_bytes: int) -> bytes:
             return b"".join(parts)
 
 
+def _check_encoding(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """A body is taken as it is: what it unpacks to would be bounded by nothing."""
+    for name, value in headers:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            raise RequestError("content-encoding: send the body as it is", code="unsupported_encoding", status=415)
+
+
 def _check_declared_length(headers: Iterable[tuple[bytes, bytes]], max_bytes: int) -> None:
     """The HTTP parser has seen to it that a length is a number."""
     for name, value in headers:
@@ -173,7 +182,17 @@ def _body_too_large(max_bytes: int) -> RequestError:
 
 
 def error_response(error: ServingError) -> Response:
-    return record_response(error.record())
+    response = record_response(error.record())
+    response.headers.update(error_headers(error))
+    return response
+
+
+def error_headers(error: ServingError) -> dict[str, str]:
+    """What goes with an error in the answer's head."""
+    headers = {"www-authenticate": "Bearer"} if error.http_status == 401 else {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    return headers
 
 
 def record_response(record: ErrorRecord) -> Response:
