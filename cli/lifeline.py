@@ -7,6 +7,10 @@ import os
 import signal
 import sys
 
+import click
+
+parent_pid_option = click.option("--parent-pid", type=int, hidden=True, help="End when this process, our parent, ends")
+
 _PR_SET_PDEATHSIG = 1
 
 

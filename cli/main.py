@@ -5,7 +5,6 @@ Ctrl-C exits 130, but for what serves until then: nodes, router and `up` exit 0.
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,16 +14,14 @@ from typing import Any, NoReturn
 import click
 
 from cli.gate.commands import gate
-from cli.lifeline import die_with_parent
+from cli.lifeline import die_with_parent, parent_pid_option
 from cli.numbers import POSITIVE_SECONDS
+from cli.router import PREFILL_USAGE, router
 from cli.settings import BUNDLED_MODEL, LOG_LEVELS, node_config, node_options
-from common.config import Role, RouterConfig, WorkerAddress, check_node_config
+from common.config import Role, check_node_config
 from common.errors import ConfigError, ServingError
 
 _INTERRUPTED = 128 + signal.SIGINT
-_PREFILL_USAGE = "--prefill takes a URL and the node's bootstrap port (1 to 65535)"
-
-parent_pid_option = click.option("--parent-pid", type=int, hidden=True, help="End when this process, our parent, ends")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -36,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
     except click.BadOptionUsage as error:
-        _fail(_PREFILL_USAGE if error.option_name == "--prefill" else error.format_message(), error.exit_code)
+        _fail(PREFILL_USAGE if error.option_name == "--prefill" else error.format_message(), error.exit_code)
     except click.ClickException as error:
         _fail(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
@@ -70,96 +67,8 @@ def _node_command(role: Role, about: str) -> None:
 _node_command(Role.PREFILL, "A prefill node: computes prompts and writes their state into decode nodes.")
 _node_command(Role.DECODE, "A decode node: takes the state of prompts and makes the answers.")
 _node_command(Role.UNIFIED, "A node that does both: the reference for everything else.")
+tandem.add_command(router)
 tandem.add_command(gate)
-
-
-def _bootstrap_port(value: str) -> int:
-    """The second value of the router's --prefill. Raises ConfigError."""
-    if value.isdecimal() and 0 < int(value) < 65536:
-        return int(value)
-    raise ConfigError(f"{_PREFILL_USAGE}, not {value}", param="prefill")
-
-
-@tandem.command()
-@click.option("--host", default=RouterConfig().host, show_default=True, help="Address to listen on")
-@click.option("--port", type=int, default=RouterConfig().port, show_default=True, help="Port to listen on")
-@click.option(
-    "--prefill",
-    type=(str, _bootstrap_port),
-    multiple=True,
-    metavar="URL BOOTSTRAP_PORT",
-    help="A prefill worker; may be given several times",
-)
-@click.option("--decode", multiple=True, metavar="URL", help="A decode worker; may be given several times")
-@click.option("--health-interval", type=float, default=1.0, show_default=True, help="Seconds between two checks")
-@click.option("--connect-timeout", type=float, default=2.0, show_default=True, help="Seconds to open a connection")
-@click.option("--idle-timeout", type=float, default=300.0, show_default=True, help="Seconds between two bytes")
-@click.option("--liveness-timeout", type=float, default=5.0, show_default=True, help="Seconds of a worker's silence")
-@click.option("--upload-timeout", type=float, default=60.0, show_default=True, help="Seconds for the body of a request")
-@click.option(
-    "--max-retries",
-    type=int,
-    default=RouterConfig().max_retries,
-    show_default=True,
-    help="How often a request may move to another pair of workers",
-)
-@click.option(
-    "--resume-on-decode-failure/--no-resume-on-decode-failure",
-    default=RouterConfig().resume_on_decode_failure,
-    show_default=True,
-    help="Let it move in mid-answer too: the stream goes on at another decode worker",
-)
-@click.option(
-    "--drain-timeout",
-    "drain_timeout_s",
-    type=float,
-    default=RouterConfig().drain_timeout_s,
-    show_default=True,
-    help="Seconds that what runs may take to end after SIGTERM",
-)
-@click.option("--max-body-bytes", type=int, default=RouterConfig().max_body_bytes, show_default=True)
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
-@click.option("--pd-disaggregation", is_flag=True, hidden=True, help="Always so; accepted for SGLang's command lines")
-@parent_pid_option
-def router(
-    prefill: tuple[tuple[str, int], ...],
-    decode: tuple[str, ...],
-    health_interval: float,
-    connect_timeout: float,
-    idle_timeout: float,
-    liveness_timeout: float,
-    upload_timeout: float,
-    log_level: str,
-    pd_disaggregation: bool,
-    parent_pid: int | None,
-    **values: Any,
-) -> None:
-    """The front door: spreads requests over pairs of prefill and decode workers."""
-    from common.logs import configure_logging
-    from router.app import serve
-
-    config = RouterConfig(
-        prefill=tuple(WorkerAddress(url=url, bootstrap_port=port) for url, port in prefill),
-        decode=tuple(WorkerAddress(url=url) for url in decode),
-        health_interval_s=health_interval,
-        connect_timeout_s=connect_timeout,
-        idle_timeout_s=idle_timeout,
-        liveness_timeout_s=liveness_timeout,
-        upload_timeout_s=upload_timeout,
-        log_level=log_level,
-        **values,
-    )
-    configure_logging(log_level, "router")
-    die_with_parent(parent_pid)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _exit_quietly)
-    serve(config)
-
-
-def _exit_quietly(*_: object) -> None:
-    """Before it listens and after it has ended; in between the router handles its signals."""
-    logging.shutdown()
-    sys.exit(0)
 
 
 @tandem.command()

@@ -1,0 +1,106 @@
+"""The `tandem router` command."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from typing import Any
+
+import click
+
+from cli.lifeline import die_with_parent, parent_pid_option
+from cli.settings import LOG_LEVELS
+from common.config import RouterConfig, WorkerAddress
+from common.errors import ConfigError
+
+PREFILL_USAGE = "--prefill takes a URL and the node's bootstrap port (1 to 65535)"
+
+
+def _bootstrap_port(value: str) -> int:
+    """The second value of the router's --prefill. Raises ConfigError."""
+    if value.isdecimal() and 0 < int(value) < 65536:
+        return int(value)
+    raise ConfigError(f"{PREFILL_USAGE}, not {value}", param="prefill")
+
+
+@click.command()
+@click.option("--host", default=RouterConfig().host, show_default=True, help="Address to listen on")
+@click.option("--port", type=int, default=RouterConfig().port, show_default=True, help="Port to listen on")
+@click.option(
+    "--prefill",
+    type=(str, _bootstrap_port),
+    multiple=True,
+    metavar="URL BOOTSTRAP_PORT",
+    help="A prefill worker; may be given several times",
+)
+@click.option("--decode", multiple=True, metavar="URL", help="A decode worker; may be given several times")
+@click.option("--health-interval", type=float, default=1.0, show_default=True, help="Seconds between two checks")
+@click.option("--connect-timeout", type=float, default=2.0, show_default=True, help="Seconds to open a connection")
+@click.option("--idle-timeout", type=float, default=300.0, show_default=True, help="Seconds between two bytes")
+@click.option("--liveness-timeout", type=float, default=5.0, show_default=True, help="Seconds of a worker's silence")
+@click.option("--upload-timeout", type=float, default=60.0, show_default=True, help="Seconds for the body of a request")
+@click.option(
+    "--max-retries",
+    type=int,
+    default=RouterConfig().max_retries,
+    show_default=True,
+    help="How often a request may move to another pair of workers",
+)
+@click.option(
+    "--resume-on-decode-failure/--no-resume-on-decode-failure",
+    default=RouterConfig().resume_on_decode_failure,
+    show_default=True,
+    help="Let it move in mid-answer too: the stream goes on at another decode worker",
+)
+@click.option(
+    "--drain-timeout",
+    "drain_timeout_s",
+    type=float,
+    default=RouterConfig().drain_timeout_s,
+    show_default=True,
+    help="Seconds that what runs may take to end after SIGTERM",
+)
+@click.option("--max-body-bytes", type=int, default=RouterConfig().max_body_bytes, show_default=True)
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@click.option("--pd-disaggregation", is_flag=True, hidden=True, help="Always so; accepted for SGLang's command lines")
+@parent_pid_option
+def router(
+    prefill: tuple[tuple[str, int], ...],
+    decode: tuple[str, ...],
+    health_interval: float,
+    connect_timeout: float,
+    idle_timeout: float,
+    liveness_timeout: float,
+    upload_timeout: float,
+    log_level: str,
+    pd_disaggregation: bool,
+    parent_pid: int | None,
+    **values: Any,
+) -> None:
+    """The front door: spreads requests over pairs of prefill and decode workers."""
+    from common.logs import configure_logging
+    from router.app import serve
+
+    config = RouterConfig(
+        prefill=tuple(WorkerAddress(url=url, bootstrap_port=port) for url, port in prefill),
+        decode=tuple(WorkerAddress(url=url) for url in decode),
+        health_interval_s=health_interval,
+        connect_timeout_s=connect_timeout,
+        idle_timeout_s=idle_timeout,
+        liveness_timeout_s=liveness_timeout,
+        upload_timeout_s=upload_timeout,
+        log_level=log_level,
+        **values,
+    )
+    configure_logging(log_level, "router")
+    die_with_parent(parent_pid)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit_quietly)
+    serve(config)
+
+
+def _exit_quietly(*_: object) -> None:
+    """Before it listens and after it has ended; in between the router handles its signals."""
+    logging.shutdown()
+    sys.exit(0)
