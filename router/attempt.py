@@ -16,6 +16,7 @@ from router.events import WholeEvents, split_events
 from router.leg_outcome import LegEnd
 from router.legs import Answered, Leg, LegFailed
 from router.logprobs import PromptLogprobs
+from router.record import read_finals
 from router.reply import DONE_EVENT, Reply, Sent, is_finished
 from router.request import GenerateRequest
 
@@ -65,6 +66,7 @@ class Attempt:
                 body = (await self._prompt_logprobs()).merge_answer(body)
         except ServingError as error:
             raise LegFailed.of(error) from error
+        self._sent.last = answered.body
         await self._reply.start(200, answered.content_type, len(body))
         await self._reply.write(body, more=False)
 
@@ -97,7 +99,9 @@ class Attempt:
         if whole:
             await self._reply.start(200, answer.content_type)
             await self._reply.write(_merged(self._sent.prompt, whole), more=True)
-            self._sent.last, self._flows = whole, True
+            self._sent.before, self._sent.last, self._flows = self._sent.last, whole, True
+            if self._request.num_sequences > 1:
+                self._sent.finals += read_finals(whole)
         if error:
             data = split_events(error)[0].removeprefix(b"data:").strip()
             raise self._decode_leg.refused(502, "application/json", data)

@@ -29,6 +29,7 @@ from router.attempt import Attempt
 from router.client import Network
 from router.in_flight import RID_IN_USE, InFlight
 from router.legs import Leg, LegFailed
+from router.record import Recorder, RequestRecord
 from router.reply import DONE_EVENT, Reply, Sent, resume_field
 from router.request import GenerateRequest
 from router.workers import Pair, Worker, Workers
@@ -60,6 +61,7 @@ class Dispatcher:
         self.network = network
         self.in_flight = InFlight()
         self.counters = Counters()
+        self.recorder = Recorder()
         self._closed: ServingError | None = None
         self._exchanges: set[Exchange] = set()
         self._background: set[asyncio.Task[None]] = set()
@@ -68,13 +70,17 @@ class Dispatcher:
 
     async def generate(self, request: GenerateRequest, receive: Receive, send: Send) -> None:
         """Serve one request to its end. Raises ServingError while the client has been sent nothing."""
+        with self.recorder.following(request) as record:
+            await self._generate(request, receive, send, record)
+
+    async def _generate(self, request: GenerateRequest, receive: Receive, send: Send, record: RequestRecord) -> None:
         self.check_open()
         await self._let_end(request.names)
         self.check_open()
         pair = self.workers.pick()
         self.in_flight.claim(request.names, 0)
         self.counters.requests += 1
-        exchange = Exchange(self, request, Reply(receive, send, request.rids[0]))
+        exchange = Exchange(self, request, Reply(receive, send, request.rids[0]), record)
         self._exchanges.add(exchange)
         try:
             await exchange.run(pair)
@@ -158,10 +164,11 @@ class Dispatcher:
 class Exchange:
     """One request of one client, over all of its tries. rooms: those that it has used."""
 
-    def __init__(self, dispatcher: Dispatcher, request: GenerateRequest, reply: Reply) -> None:
+    def __init__(self, dispatcher: Dispatcher, request: GenerateRequest, reply: Reply, record: RequestRecord) -> None:
         self._dispatcher = dispatcher
         self._request = request
         self._reply = reply
+        self._record = record
         self._sent = Sent()
         self._attempts: list[Attempt] = []
         self._failed: list[Pair] = []
@@ -186,17 +193,20 @@ class Exchange:
         except LegFailed as failure:
             await self._tell(self._cause(failure))
         except AbortedError:
+            self._record.on_error("client_disconnected", 499)
             self._attempts[-1].end_legs()
         except asyncio.CancelledError:
             self._attempts[-1].end_legs()
             raise
         finally:
             gone.cancel()
+            self._record.on_end(self._reply, self._sent)
 
     def _open(self, pair: Pair) -> Attempt:
         dispatcher, request = self._dispatcher, self._request
         rooms = dispatcher.in_flight.more_rooms(request.num_sequences)
         self.rooms += rooms
+        self._record.on_open(pair)
         prefill_body, decode_body = request.leg_bodies(pair.prefill, rooms)
         prefill = Leg(pair.prefill, prefill_body, dispatcher.workers, dispatcher.network)
         decode = Leg(pair.decode, decode_body, dispatcher.workers, dispatcher.network)
@@ -221,6 +231,7 @@ class Exchange:
         counters = self._dispatcher.counters
         counters.resumes += resumes
         counters.retries += not resumes
+        self._record.on_move(resumes=resumes)
         what = "goes on" if resumes else "is tried again"
         where = f"{pair.prefill.url} and {pair.decode.url}"
         log.warning("request %s %s at %s after %s", request.rids[0], what, where, failure.code)
@@ -277,6 +288,7 @@ class Exchange:
         return moved_after if moved_after is not None and 400 <= failure.status < 499 else failure
 
     async def _tell(self, failure: LegFailed) -> None:
+        self._record.on_error(failure.code, failure.status)
         if not self._reply.started:
             await self._reply.start(failure.status, failure.content_type, len(failure.body))
             await self._reply.write(failure.body, more=False)

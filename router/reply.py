@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from starlette.types import Receive, Send
 
 from router.events import split_events
 from router.logprobs import PromptLogprobs
+from router.record import Meta
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _DONE = b"data: [DONE]"
@@ -17,13 +19,15 @@ _MAX_HEADER_CHARS = 256
 
 
 class Reply:
-    """started: the answer's head has gone out, so its status is fixed."""
+    """started: the answer's head has gone out, so its status is fixed. started_s: when (of the monotonic clock)."""
 
     def __init__(self, receive: Receive, send: Send, rid: str) -> None:
         self._receive = receive
         self._send = send
         self._rid = rid
         self.started = False
+        self.started_s: float | None = None
+        self.status = 0
 
     async def start(self, status: int, content_type: str, length: int | None = None) -> None:
         """Does nothing the second time: a stream that goes on at another worker has its head."""
@@ -38,7 +42,7 @@ class Reply:
         if len(rid) <= _MAX_HEADER_CHARS and rid.isascii() and rid.isprintable():
             headers.append((b"x-request-id", rid.encode("ascii")))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        self.started = True
+        self.started, self.started_s, self.status = True, time.monotonic(), status
 
     async def write(self, body: bytes, *, more: bool) -> None:
         """Waits while the client is behind. A write that is cancelled has sent nothing."""
@@ -54,11 +58,15 @@ class Reply:
 class Sent:
     """How far the stream of one request has come, over all of its tries.
 
-    last: the decode node's newest whole events that have gone to the client, as they came. They are read only when the
-    stream has to go on elsewhere. prompt: the logprobs that are merged into every event.
+    last: the decode node's newest whole events that have gone to the client, as they came; before: those before them.
+    They are read only at the end, and when the stream has to go on elsewhere. Of an answer that is not streamed `last`
+    is all of it. finals: of several sequences, what the last object of each says. prompt: the logprobs that are merged
+    into every event.
     """
 
     last: bytes = b""
+    before: bytes = b""
+    finals: list[Meta] = field(default_factory=list)
     prompt: PromptLogprobs | None = None
 
     @property

@@ -1,0 +1,337 @@
+"""What the router knows of each request: one `RequestRecord`, from which log line, metrics, page and trace are made.
+
+    begin (arrived) ──► admitted ──► legs opened (again after a failure) ──► first byte ──► end
+                                                                             └── the answer's last object is read, once
+
+Nothing here ever holds a prompt, an answer or a key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import msgspec
+
+from common.errors import ServingError
+from common.histogram import TOKENS, Histogram
+from router.events import split_events
+
+if TYPE_CHECKING:
+    from router.reply import Reply, Sent
+    from router.request import GenerateRequest
+    from router.workers import Pair
+
+MAX_RECENT = 200
+_OK = "ok"
+_OTHER = "other"
+_MAX_CODES = 100
+_CODE = re.compile(r"[a-z][a-z_0-9]{0,39}")
+_FINAL = b'"timing":'
+"""In the last object of a sequence, and in no string: there, quotes are escaped."""
+_TIMES = ("queue_s", "prefill_s", "transfer_s", "decode_s")
+
+
+# What an answer says of itself
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a node, seconds; all 0 when it told none."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class Meta(msgspec.Struct, frozen=True, kw_only=True):
+    """/generate's `meta_info`, or the field `tandem` of an OpenAI object."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    timing: Timing | None = None
+    transfer_bytes: dict[str, int] = {}
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Object(msgspec.Struct, frozen=True):
+    meta_info: Meta | None = None
+    tandem: Meta | None = None
+    usage: _Usage | None = None
+
+
+_decode = msgspec.json.Decoder(_Object | list[_Object]).decode
+
+
+def read_answer(body: bytes) -> list[Meta]:
+    """Of each sequence of a JSON answer, as far as it tells; empty for what has another shape."""
+    try:
+        found = _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+    return [meta for each in (found if isinstance(found, list) else [found]) if (meta := _meta(each)) is not None]
+
+
+def read_events(whole: bytes) -> list[Meta]:
+    """Of the objects in these events of a stream that say anything."""
+    datas = (event.removeprefix(b"data:").strip() for event in split_events(whole))
+    return [meta for data in datas if data.startswith(b"{") for meta in read_answer(data)]
+
+
+def read_finals(whole: bytes) -> list[Meta]:
+    """Of the objects in these events that are the last ones of their sequences; the others are not read."""
+    return [meta for meta in read_events(whole) if meta.timing is not None] if _FINAL in whole else []
+
+
+def _meta(found: _Object) -> Meta | None:
+    meta, usage = found.meta_info or found.tandem, found.usage
+    if meta is None:
+        return None if usage is None else _of_usage(Meta(), usage)
+    return _of_usage(meta, usage) if usage is not None and not meta.completion_tokens else meta
+
+
+def _of_usage(meta: Meta, usage: _Usage) -> Meta:
+    return msgspec.structs.replace(meta, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+
+
+# Records
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestRecord:
+    """Times are of the monotonic clock, None while they have not come; began_at: of the wall clock, at `arrived_s`.
+
+    admitted_s: when it stopped to wait at the router. opened_s: of the latest try's legs. status, code: what the client
+    was told; a stream that failed on the way has status 200 and the code of the failure. transfer_bytes: by part.
+    """
+
+    rid: str
+    endpoint: str
+    stream: bool
+    num_sequences: int
+    arrived_s: float = field(default_factory=time.monotonic)
+    began_at: float = field(default_factory=time.time)
+    admitted_s: float | None = None
+    opened_s: float | None = None
+    first_byte_s: float | None = None
+    last_byte_s: float | None = None
+    prefill: str | None = None
+    decode: str | None = None
+    retries: int = 0
+    resumes: int = 0
+    status: int = 0
+    code: str = _OK
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    timing: Timing | None = None
+    transfer_bytes: dict[str, int] = field(default_factory=dict)
+
+    def on_open(self, pair: Pair) -> None:
+        """The legs of a try open."""
+        self.opened_s = time.monotonic()
+        if self.admitted_s is None:
+            self.admitted_s = self.opened_s
+        self.prefill, self.decode = pair.prefill.url, pair.decode.url
+
+    def on_error(self, code: str | None, status: int) -> None:
+        self.code, self.status = code or _OTHER, status
+
+    def on_move(self, *, resumes: bool) -> None:
+        """It goes on at other workers, in mid-answer (resumes) or from its start."""
+        self.resumes += resumes
+        self.retries += not resumes
+
+    def on_end(self, reply: Reply, sent: Sent) -> None:
+        """Nothing more goes to the client."""
+        if reply.started_s is not None:
+            self.first_byte_s, self.status = reply.started_s, reply.status
+        if sent.last:
+            self._read(sent)
+
+    def _read(self, sent: Sent) -> None:
+        """The end of what was sent; of several sequences the sums, and the longest times."""
+        if self.stream:
+            found = sent.finals or read_events(sent.last) or read_events(sent.before)[-1:]
+        else:
+            found = read_answer(sent.last)
+        for meta in found:
+            self.prompt_tokens += meta.prompt_tokens
+            self.completion_tokens += meta.completion_tokens
+            self.cached_tokens += meta.cached_tokens
+            for part, count in meta.transfer_bytes.items():
+                self.transfer_bytes[part] = self.transfer_bytes.get(part, 0) + count
+        timings = [meta.timing for meta in found if meta.timing is not None]
+        if timings:
+            self.timing = timings[0] if len(timings) == 1 else _longest(timings)
+
+    @property
+    def queue_s(self) -> float | None:
+        """At the router: from its arrival until its legs opened, or it was refused."""
+        return None if self.admitted_s is None else self.admitted_s - self.arrived_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_byte_s is None else self.first_byte_s - self.arrived_s
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.last_byte_s is None else self.last_byte_s - self.arrived_s
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """For page, /debug/requests and log. now: of the monotonic clock; what has not ended is as old as that."""
+        end_s = self.last_byte_s
+        return {
+            "id": self.rid,
+            "endpoint": self.endpoint,
+            "stream": self.stream,
+            "sequences": self.num_sequences,
+            "began_at": round(self.began_at, 3),
+            "running": end_s is None,
+            "status": self.status,
+            "code": self.code if end_s is not None else "running",
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "retries": self.retries,
+            "resumes": self.resumes,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "e2e_s": round((now if end_s is None else end_s) - self.arrived_s, 4),
+            "wait_s": _rounded(self.queue_s),
+            "opened_s": None if self.opened_s is None else round(self.opened_s - self.arrived_s, 4),
+            "ttft_s": _rounded(self.ttft_s),
+            "timing": None if self.timing is None else {name: round(getattr(self.timing, name), 4) for name in _TIMES},
+            "transfer_bytes": self.transfer_bytes,
+        }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _longest(timings: list[Timing]) -> Timing:
+    return Timing(**{name: max(getattr(timing, name) for timing in timings) for name in _TIMES})
+
+
+# All of them
+
+
+class Totals:
+    """Since the start, of requests that have ended."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, str]] = Counter()
+        """By endpoint and code."""
+        self.rejected: Counter[str] = Counter()
+        """By code: answered with an error before any leg was opened."""
+        self.retries = 0
+        self.resumes = 0
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.transfer_bytes: Counter[str] = Counter()
+        self.wait_s = Histogram()
+        self.ttft_s = Histogram()
+        self.itl_s = Histogram()
+        self.e2e_s = Histogram()
+        self.timing_s = {name: Histogram() for name in _TIMES}
+        self.prompt_length = Histogram(TOKENS)
+        self.completion_length = Histogram(TOKENS)
+
+    def add(self, record: RequestRecord, code: str) -> None:
+        self.requests[record.endpoint, code] += 1
+        self.retries += record.retries
+        self.resumes += record.resumes
+        if record.queue_s is not None:
+            self.wait_s.observe(record.queue_s)
+        if record.code == _OK:
+            self._add_answer(record)
+
+    def _add_answer(self, record: RequestRecord) -> None:
+        assert record.last_byte_s is not None
+        self.e2e_s.observe(record.last_byte_s - record.arrived_s)
+        if record.stream and record.first_byte_s is not None:
+            self.ttft_s.observe(record.first_byte_s - record.arrived_s)
+            if record.num_sequences == 1 and record.completion_tokens > 1:
+                self.itl_s.observe((record.last_byte_s - record.first_byte_s) / (record.completion_tokens - 1))
+        self.prompt_tokens += record.prompt_tokens
+        self.completion_tokens += record.completion_tokens
+        self.cached_tokens += record.cached_tokens
+        self.transfer_bytes.update(record.transfer_bytes)
+        if record.timing is not None:
+            for name, histogram in self.timing_s.items():
+                histogram.observe(getattr(record.timing, name))
+            self.prompt_length.observe(record.prompt_tokens)
+            self.completion_length.observe(record.completion_tokens)
+
+
+class Recorder:
+    """Owns the records of one router: those that run and the last `MAX_RECENT` that have ended."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self.started_s = time.monotonic()
+        self.running: set[RequestRecord] = set()
+        self.recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
+        self._codes = {_OK, _OTHER}
+        self._recorded: WeakSet[ServingError] = WeakSet()
+
+    @contextlib.contextmanager
+    def following(self, request: GenerateRequest) -> Iterator[RequestRecord]:
+        """The record of a request while it is served. What leaves the block as an error was its answer."""
+        record = RequestRecord(
+            rid=request.rids[0],
+            endpoint=getattr(request, "path", "/generate"),
+            stream=request.stream,
+            num_sequences=request.num_sequences,
+        )
+        self.running.add(record)
+        try:
+            yield record
+        except ServingError as error:
+            record.on_error(error.code, error.http_status)
+            self._recorded.add(error)
+            raise
+        except BaseException:
+            record.on_error("internal", 500)
+            raise
+        finally:
+            self._end(record)
+
+    def refused(self, endpoint: str, error: ServingError) -> None:
+        """A request was answered with this error before it had a record: its body, key or size was refused. Does
+        nothing when it had one. endpoint: one of the router's own paths."""
+        if error not in self._recorded:
+            code = self._known(error.code)
+            self.totals.requests[endpoint, code] += 1
+            self.totals.rejected[code] += 1
+
+    def _end(self, record: RequestRecord) -> None:
+        record.last_byte_s = time.monotonic()
+        self.running.discard(record)
+        self.recent.append(record)
+        code = self._known(record.code)
+        self.totals.add(record, code)
+        if record.opened_s is None:
+            self.totals.rejected[code] += 1
+
+    def _known(self, code: str) -> str:
+        """A code fit for a label: workers of others may say anything, and each new label is kept for ever."""
+        if code in self._codes:
+            return code
+        if len(self._codes) >= _MAX_CODES or not _CODE.fullmatch(code):
+            return _OTHER
+        self._codes.add(code)
+        return code
