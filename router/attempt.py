@@ -7,7 +7,6 @@ legs open ──► decode answers ──► answered ──► prefill leg read
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from typing import Any
 
 from common.errors import AbortedError, ServingError, WorkerError
@@ -73,14 +72,14 @@ class Attempt:
     async def _stream(self) -> None:
         """The client's head goes out with the first event, so that a failure before it keeps its status."""
         leg, events = self._decode_leg, WholeEvents()
+        answer: Answer | None = None
         try:
             answer = await leg.start()
             if self._request.merges_logprobs and self._sent.prompt is None:
                 self._sent.prompt = await self._prompt_logprobs()
-            async with aclosing(leg.chunks(answer)) as chunks:
-                async for chunk in chunks:
-                    if whole := events.feed(chunk):
-                        await self._pass_on(answer, whole)
+            while chunk := await leg.next(answer):
+                if whole := events.feed(chunk):
+                    await self._pass_on(answer, whole)
             if not self._sent.is_done:
                 raise leg.lost(WorkerError("its stream ended before its end", code=LOST, status=502))
             leg.end(LegEnd.OK)
@@ -91,6 +90,9 @@ class Attempt:
             if not self._is_complete():
                 raise
             await self._reply.write(b"" if self._sent.is_done else DONE_EVENT, more=False)
+        finally:
+            if answer is not None:
+                answer.close()
 
     async def _pass_on(self, answer: Answer, whole: bytes) -> None:
         """Give whole events to the client, but no error: raises it as LegFailed."""

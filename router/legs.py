@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -126,20 +125,20 @@ class Leg:
         self.end(LegEnd.OK)
         return Answered(answer.content_type, body)
 
-    async def chunks(self, answer: Answer) -> AsyncGenerator[bytes, None]:
-        """The body of a good answer as it arrives. Raises LegFailed. Leaves the connection closed or in the pool.
+    async def next(self, answer: Answer) -> bytes:
+        """What has arrived of a good answer's body; empty at its end. Raises LegFailed.
 
         Whether it was a whole answer the reader has to know, who says so by `end`.
         """
         try:
-            async for chunk in answer.chunks():
-                self._on_chunk()
-                yield chunk
-            self.open = False
+            chunk = await answer.next()
         except WorkerError as error:
             raise self.lost(error) from error
-        finally:
-            answer.close()
+        if chunk:
+            self._on_chunk()
+        else:
+            self.open = False
+        return chunk
 
     def refused(self, status: int, content_type: str, body: bytes) -> LegFailed:
         """The worker has ended this leg with an error of its own."""

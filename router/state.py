@@ -6,8 +6,9 @@ from starlette.types import Receive, Scope
 
 from common.config import RouterConfig
 from common.http_server import read_body
-from router.client import AiohttpNetwork, Network
+from router.client import Network
 from router.dispatch import Dispatcher
+from router.http_client import HttpNetwork
 from router.workers import Workers
 
 
@@ -16,7 +17,7 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self.network: Network = AiohttpNetwork(config)
+        self.network: Network = HttpNetwork(config)
         self.workers = Workers(config, self.network)
         self.dispatcher = Dispatcher(config, self.workers, self.network)
         self.workers.on_silence = self.dispatcher.give_up

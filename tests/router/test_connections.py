@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from common.config import RouterConfig
-from router.client import AiohttpNetwork
+from router.http_client import HttpNetwork
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -22,7 +22,7 @@ async def test_an_idle_connection_that_the_worker_has_dropped_costs_no_request()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/generate"
-    network = AiohttpNetwork(RouterConfig())
+    network = HttpNetwork(RouterConfig())
     try:
         for expected in (1, 1, 2, 3):
             if expected > 1:
