@@ -132,7 +132,7 @@ class HttpNetwork:
             self._open.discard(connection)
 
     async def close(self) -> None:
-        for connection in self._open:
+        for connection in list(self._open):
             connection.close()
         self._open.clear()
         self._idle.clear()
