@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -54,12 +54,18 @@ def _target(method: str, url: str) -> _Target:
 
 
 class HttpNetwork:
-    """`Network` (router/client.py). To be made inside a running event loop. tls: for workers with https URLs."""
+    """`Network` (router/client.py). To be made inside a running event loop.
 
-    def __init__(self, config: RouterConfig, tls: ssl.SSLContext | None = None) -> None:
+    tls: for workers with https URLs. authorization: the header's value, for every request.
+    """
+
+    def __init__(
+        self, config: RouterConfig, tls: ssl.SSLContext | None = None, authorization: str | None = None
+    ) -> None:
         self._connect_timeout_s = config.connect_timeout_s
         self._idle_timeout_s = config.idle_timeout_s
         self._tls = tls
+        self._authorization = b"" if authorization is None else f"authorization: {authorization}\r\n".encode("latin-1")
         self._loop = asyncio.get_running_loop()
         self._idle: defaultdict[_Origin, list[_Connection]] = defaultdict(list)
         self._open: set[_Connection] = set()
@@ -79,7 +85,8 @@ class HttpNetwork:
             async with asyncio.timeout_at(deadline):
                 connection = self._pooled(target.origin) or await self._connect(target.origin)
                 answer = _Answer(self, connection, deadline)
-                connection.request(answer, _request(target.head, body or b"", headers))
+                lines = self._authorization + _lines(headers) if headers else self._authorization
+                connection.request(answer, _request(target.head, body or b"", lines))
                 await answer.head()
         return answer
 
@@ -139,11 +146,12 @@ class HttpNetwork:
         await asyncio.sleep(0)
 
 
-def _request(head: bytes, body: bytes, headers: Mapping[str, str] | None) -> bytes:
-    if not headers:
-        return b"%s%d\r\n\r\n%s" % (head, len(body), body)
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode("latin-1")
+def _request(head: bytes, body: bytes, lines: bytes) -> bytes:
     return b"%s%d\r\n%s\r\n%s" % (head, len(body), lines, body)
+
+
+def _lines(headers: Mapping[str, str]) -> bytes:
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode("latin-1")
 
 
 class _Connection(asyncio.Protocol):
@@ -221,8 +229,7 @@ class _Connection(asyncio.Protocol):
     # Of the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one but for its base class
 
     def data_received(self, data: bytes) -> None:
         self.heard_s = self._loop.time()
