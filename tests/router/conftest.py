@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 
 import pytest
+import uvloop
 
 from tests.router.mocks import MockWorker, RunningRouter, config_of, run_router
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tests of the router run on its own event loop."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from common.errors import WorkerError
 from router.http_client import HttpNetwork
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
 
 
