@@ -44,6 +44,7 @@ NODE = {
     "max-mamba-cache-size": 24,
     "max-running-requests": 8,
 }
+JSON = {"content-type": "application/json"}
 Figures = dict[str, Any]
 
 
@@ -150,7 +151,7 @@ async def ask(
         return {"ttft_ms": await first_event(session, servers[way][0].url, body)}
     prefill, port = servers["prefill" if way == "pair" else "late"]
     body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
-    leg = asyncio.ensure_future(answer(session, prefill.url, body))
+    leg = asyncio.ensure_future(answer(session, prefill.url, json.dumps(body).encode()))
     ttft_ms = await first_event(session, servers["decode"][0].url, body)
     meta = (await leg)["meta_info"]
     return {
@@ -161,8 +162,8 @@ async def ask(
     }
 
 
-async def answer(session: aiohttp.ClientSession, url: str, body: Figures) -> Figures:
-    async with session.post(f"{url}/generate", json=body) as response:
+async def answer(session: aiohttp.ClientSession, url: str, body: bytes) -> Figures:
+    async with session.post(f"{url}/generate", data=body, headers=JSON) as response:
         assert response.status == 200, await response.text()
         found: Figures = await response.json()
         return found
@@ -172,8 +173,7 @@ async def first_event(session: aiohttp.ClientSession, url: str, body: Figures) -
     """Milliseconds; reads the whole answer, so that nothing runs afterwards."""
     data = json.dumps(body | {"stream": True}).encode()
     begin, first_s = time.perf_counter(), 0.0
-    headers = {"content-type": "application/json"}
-    async with session.post(f"{url}/generate", data=data, headers=headers) as response:
+    async with session.post(f"{url}/generate", data=data, headers=JSON) as response:
         assert response.status == 200, await response.text()
         async for line in response.content:
             if line.startswith(b"data: {"):

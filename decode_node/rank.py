@@ -37,12 +37,13 @@ from transfer.transport import Transport, open_transport
 @dataclass(slots=True, kw_only=True, eq=False)
 class DecodeRoom:
     """One hand-off. failed: the client has been told; only the memory is still out. track_slot: where the tracked state
-    is to come; None when there was no slot for it."""
+    is to come; None when there was no slot for it. digest: of the prompt, once the room is open."""
 
     address: RoomAddress
     sequence: Sequence
     deadline_s: float
     track_slot: int | None = None
+    digest: bytes = b""
     failed: bool = False
     since_s: float = field(default_factory=time.monotonic)
 
@@ -75,6 +76,7 @@ class DecodeRole:
         self.reserving: deque[DecodeRoom] = deque()
         self.rooms: dict[int, DecodeRoom] = {}
         self.received: dict[Sequence, Received] = {}
+        self.adopted: list[tuple[DecodeRoom, Committed]] = []
 
     def ready(self) -> Ready:
         return self.host.ready(rank=self.rank, transport=self.transport.name, control_address=None)
@@ -162,6 +164,7 @@ class DecodeRole:
         self._reserve()
 
     def step(self) -> bool:
+        self._take_in_adopted()
         report = self.host.scheduler.step()
         if report is not None:
             self._finish(report)
@@ -200,6 +203,7 @@ class DecodeRole:
             self.host.fail(sequence, error)
             return
         self.rooms[room.address.room] = room
+        room.digest = prompt_digest(sequence.tokens(0, sequence.num_tokens))
 
     def _expire(self) -> None:
         """End what has waited too long for memory or for its state."""
@@ -215,7 +219,7 @@ class DecodeRole:
         if room.failed:
             self._release(room)
             return
-        if metadata.prompt_digest != prompt_digest(sequence.tokens(0, sequence.num_tokens)):
+        if metadata.prompt_digest != room.digest:
             self._release(room)
             self.host.fail(sequence, _other_prompt(sequence, metadata))
             return
@@ -225,12 +229,25 @@ class DecodeRole:
         self.received[sequence] = Received(
             metadata=metadata, bytes_by_part=event.bytes_by_part, transfer_s=event.transfer_s
         )
+        emission = self.host.scheduler.adopt(sequence, metadata.first_token)
+        if emission.finish is None:
+            self.host.emit(emission, None)
+            self.adopted.append((room, event))
+            return
+        self._take_in(room, event)
+        self._finish(StepReport(chunks=[], emissions=[emission], failures=[]))
+
+    def _take_in_adopted(self) -> None:
+        """What can wait until the first tokens are on their way, but not until the next step."""
+        for room, event in self.adopted:
+            self._take_in(room, event)
+        self.adopted.clear()
+
+    def _take_in(self, room: DecodeRoom, event: Committed) -> None:
         track_slot = room.track_slot if event.track is not TrackState.NONE else None
         self._cache_prompt(room, event)
-        emission = self.host.scheduler.adopt(sequence, metadata.first_token)
-        tracked = None if track_slot is None else Track(metadata.tracked_position, track_slot)
-        self.host.states.record("commit", sequence, tracked)
-        self._finish(StepReport(chunks=[], emissions=[emission], failures=[]))
+        tracked = None if track_slot is None else Track(event.metadata.tracked_position, track_slot)
+        self.host.states.record("commit", room.sequence, tracked)
 
     def _cache_prompt(self, room: DecodeRoom, event: Committed) -> None:
         """Keep the prompt up to its tracked position for the next turn of this conversation."""

@@ -88,9 +88,13 @@ class RankLoop:
             if (now := time.monotonic()) >= watch_s:
                 self.role.watch(now)
                 watch_s = now + WATCH_INTERVAL_S
+            self._send_outbox()  # a first token that has just arrived does not wait for a step
             busy = self.role.step()
-            for message in self.role.take_outbox():
-                self.sockets.send(message)
+            self._send_outbox()
+
+    def _send_outbox(self) -> None:
+        for message in self.role.take_outbox():
+            self.sockets.send(message)
 
     def _receive(self, wait_ms: int) -> bool:
         """Hand every message that has come to the role, but answer a `Ping`. False when one of them was `Shutdown`."""

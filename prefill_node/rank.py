@@ -39,10 +39,12 @@ NO_TOKEN = TokenLogprob(logprob=None, token_id=0)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefillRoom:
-    """One hand-off. token: the first token, None until it is sampled. failed: the client has been told of an error."""
+    """One hand-off. digest: of the prompt. token: the first token, None until it is sampled. failed: the client has
+    been told of an error."""
 
     room: int
     sequence: Sequence
+    digest: bytes = b""
     token: TokenLogprob | None = None
     failed: bool = False
     since_s: float = field(default_factory=time.monotonic)
@@ -88,6 +90,7 @@ class PrefillRole:
             return
         self.rooms[room.room] = room
         self.room_of[sequence] = room
+        room.digest = prompt_digest(sequence.tokens(0, sequence.num_tokens))
 
     def abort(self, message: Abort) -> None:
         for sequence in self.host.select(message.rid):
@@ -184,7 +187,7 @@ class PrefillRole:
                 room=room.room,
                 rid=sequence.rid,
                 num_prompt_tokens=length,
-                prompt_digest=prompt_digest(sequence.tokens(0, length)),
+                prompt_digest=room.digest,
                 num_cached_tokens=sequence.num_cached_tokens,
                 tracked_position=tracked.position if tracked else -1,
                 first_token=emission.token or NO_TOKEN,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import math
 import socket
 import struct
@@ -174,15 +173,6 @@ class Channel:
             self._flush()
             if not self._outbox:
                 self._loop.remove_writer(self._sock)
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host == "localhost"
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
 
 
 async def connect(host: str, port: int) -> Channel:

@@ -7,11 +7,13 @@ another launch takes. That is a moment before the first token is sampled and the
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from common.config import Verify
 from common.errors import ConfigError
@@ -38,24 +40,32 @@ class DeviceReader(StateReader):
                 )
         self._device, self._lock = device, threading.Lock()
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self.hash([(self.pools[0], addresses_of(self.pools[0], [0]))])
+        self.hash([(self.pools[0], addresses_of(self.pools[0], [0]))])()
 
     def begin(self, verify: Verify) -> DeviceDigests:
         return DeviceDigests(self, verify)
 
-    def hash(self, items: Sequence[tuple[PoolReader, Addresses]]) -> list[bytes]:
-        """8 bytes for each item, together for each of the entries. Waits for the card."""
+    def hash(self, items: Sequence[tuple[PoolReader, Addresses]]) -> Callable[[], list[bytes]]:
+        """8 bytes for each item, together for each of the entries, once the card has them: what is returned waits."""
         addresses = np.concatenate([addresses for _, addresses in items])
         counts = [len(addresses) for _, addresses in items]
         words = np.repeat(np.array([pool.item_bytes // WORD_BYTES for pool, _ in items], np.int64), counts)
         with self._lock, torch.cuda.stream(self._stream):
-            sums = hash_items(addresses, words, self._device).cpu().numpy()
-        ends = np.cumsum(counts).tolist()
-        return [sums[end - count : end].tobytes() for end, count in zip(ends, counts, strict=True)]
+            sums = hash_items(addresses, words, self._device)
+            copied, hashed = sums.to("cpu", non_blocking=True), torch.cuda.Event()
+            hashed.record()
+        return partial(_cut_hashes, copied, hashed, counts)
+
+
+def _cut_hashes(sums: Tensor, hashed: torch.cuda.Event, counts: Sequence[int]) -> list[bytes]:
+    """sums int32 [items, 2], once `hashed`: the bytes of so many items each."""
+    hashed.synchronize()
+    rows, ends = sums.numpy(), np.cumsum(counts).tolist()
+    return [rows[end - count : end].tobytes() for end, count in zip(ends, counts, strict=True)]
 
 
 class DeviceDigests(StateDigests):
-    """Notes what is to be hashed; `prepare` hashes it, or else `digests`."""
+    """Notes what is to be hashed; `prepare` has the card begin with it, or else `digests`, which waits."""
 
     def __init__(self, reader: DeviceReader, verify: Verify) -> None:
         super().__init__(reader, verify)
@@ -64,35 +74,35 @@ class DeviceDigests(StateDigests):
             pool: [np.empty(0, np.int64)] for pool in reader.of(StateKind.KV)
         }
         self._noted_slots: dict[tuple[str, PoolReader], Addresses] = {}
-        self._is_hashed = False
+        self._hashes: Callable[[], list[bytes]] | None = None
 
     def pages(self, layers: Container[int], pages: Sequence[int]) -> None:
         for pool, noted in self._noted_pages.items():
             if pool.layer in layers and pages:
                 noted.append(addresses_of(pool, pages))
-                self._is_hashed = False
+                self._hashes = None
 
     def slot(self, layers: Container[int], slot: int, *, track: bool, narrowed: memoryview | None = None) -> None:
         for pool in self._device.of(StateKind.CONV, StateKind.SSM):
             if pool.layer in layers:
                 self._noted_slots[TRACK if track else pool.kind.value, pool] = addresses_of(pool, [slot])
-                self._is_hashed = False
+                self._hashes = None
 
     def prepare(self) -> None:
-        if self._is_hashed:
-            return
-        self._is_hashed = True
-        items = [(pool, np.concatenate(noted)) for pool, noted in self._noted_pages.items()]
-        items += [(pool, address) for (_, pool), address in self._noted_slots.items()]
-        hashes = self._device.hash(items) if items else []
+        if self._hashes is None:
+            items = [(pool, np.concatenate(noted)) for pool, noted in self._noted_pages.items()]
+            items += [(pool, address) for (_, pool), address in self._noted_slots.items()]
+            self._hashes = self._device.hash(items) if items else list
+
+    def digests(self) -> dict[str, bytes]:
+        self.prepare()
+        assert self._hashes is not None
+        hashes = self._hashes()
         for pool, found in zip(self._noted_pages, hashes, strict=False):
             self._pages[pool] = RunningHash(self._verify)
             self._pages[pool].update(found)
         for key, found in zip(self._noted_slots, hashes[len(self._noted_pages) :], strict=True):
             self._slots[key] = digest_of(found, self._verify)
-
-    def digests(self) -> dict[str, bytes]:
-        self.prepare()
         return super().digests()
 
 

@@ -33,7 +33,7 @@ def copy_blocks(sources: Ints, targets: Ints, words: Ints, device: torch.device)
     block, first, count = cut(words)
     pieces = np.stack([sources[block] + first * WORD_BYTES, targets[block] + first * WORD_BYTES, count], axis=1)
     if len(pieces):
-        _copy[(len(pieces),)](torch.from_numpy(pieces).to(device), BLOCK=_BLOCK)
+        _copy[(len(pieces),)](_send(pieces, device), BLOCK=_BLOCK)
 
 
 def hash_items(addresses: Ints, words: Ints, device: torch.device) -> Tensor:
@@ -42,7 +42,7 @@ def hash_items(addresses: Ints, words: Ints, device: torch.device) -> Tensor:
     pieces = np.stack([addresses[item] + first * WORD_BYTES, first, count, item], axis=1)
     sums = torch.zeros(len(words), 2, dtype=torch.int32, device=device)
     if len(pieces):
-        _hash[(len(pieces),)](torch.from_numpy(pieces).to(device), sums, BLOCK=_BLOCK)
+        _hash[(len(pieces),)](_send(pieces, device), sums, BLOCK=_BLOCK)
     return sums
 
 
@@ -57,6 +57,12 @@ def hash_items_reference(addresses: Ints, words: Ints) -> Tensor:
             sums[item, lane] = _mix_reference(values + _mix_reference(places ^ seed)).sum()
     low = (sums & 0xFFFFFFFF).numpy().astype(np.uint32)
     return torch.from_numpy(low.view(np.int32))
+
+
+def _send(pieces: Ints, device: torch.device) -> Tensor:
+    """From pinned memory: from any other, a copy of more than 64 KiB would wait for the card."""
+    host = torch.from_numpy(pieces)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def cut(words: Ints) -> tuple[Ints, Ints, Ints]:

@@ -12,7 +12,8 @@ from typing import TypeVar
 from common.config import Verify
 from common.errors import ConfigError, ServingError, TransferError, from_record
 from common.layout import PoolPlacement, StateLayout
-from transfer.channel import MAX_FRAME_BYTES, Channel, is_loopback
+from common.net import is_loopback
+from transfer.channel import MAX_FRAME_BYTES, Channel
 from transfer.digest import digest_kind
 from transfer.messages import PROTOCOL_VERSION, Answer, Challenge, Hello, Message, Proof, Refused
 from transfer.transport import Transport

@@ -364,7 +364,7 @@ class PrefillTransfer:
         slots = [message.slot] if message.track_slot is None else [message.slot, message.track_slot]
         for pool, place in zip(self._layout.pools, hello.placements, strict=True):
             items = message.pages if pool.kind is StateKind.KV else slots
-            if any(not 0 <= item < place.count for item in items):
+            if items and not 0 <= min(items) <= max(items) < place.count:
                 return RequestError(
                     f"room {message.room}: {pool.kind.value} item outside decode's pool", code="bad_offer"
                 )
