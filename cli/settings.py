@@ -88,6 +88,7 @@ _PARTS = ("kv", "conv", "ssm", "track", "metadata")
 
 NODE_SETTINGS = (
     Setting("model", "path", ("--model-path", "--model"), str, "Hugging Face folder of the model"),
+    Setting("model", "chat_template", ("--chat-template",), str, "File with a chat template; the model's by default"),
     Setting("model", "served_name", ("--served-model-name",), str, "Name that clients use; the folder's by default"),
     Setting("model", "dtype", ("--dtype",), DType, "Of weights, KV and conv state"),
     Setting("model", "ssm_dtype", ("--mamba-ssm-dtype",), DType, "Of the SSM state"),

@@ -48,6 +48,7 @@ class LoadFormat(enum.StrEnum):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """path: a Hugging Face folder. dtype: of weights, KV and conv state. ssm_dtype: of the SSM state. load_format: auto
     reads the folder's weights; dummy makes random ones, the same in every process with such a device, to measure speed.
+    chat_template: a file, in place of the folder's own.
     """
 
     path: str
@@ -56,6 +57,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssm_dtype: DType = DType.FLOAT32
     device: str = "cpu"
     served_name: str | None = None
+    chat_template: str | None = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

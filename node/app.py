@@ -17,13 +17,15 @@ from common.errors import RequestError, ServingError, WorkerError
 from common.http_server import error_response, http_error_response
 from common.json_body import decode_object
 from common.sampling import LogprobOptions, SamplingParams
+from node.chat_template import ChatTemplate
 from node.exchange import Exchange
 from node.fields import NumberRule, read_bool, read_number, read_string
 from node.generate import Generator, json_response
-from node.info import model_info, server_info
+from node.info import model_info, served_name, server_info
 from node.limits import ServingLimits
 from node.messages import Submit
 from node.metrics import CONTENT_TYPE, exposition
+from node.openai.endpoints import OpenAIEndpoints
 from node.rank_client import RankClient
 from node.requests import GenerateRequest
 from node.tokenizer import Tokenizer
@@ -52,6 +54,7 @@ class ServingNode:
     tokenizer: Tokenizer
     client: RankClient
     bootstrap_port: int | None
+    chat_template: ChatTemplate | None = None
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -76,8 +79,16 @@ class ServingNode:
 def create_app(node: ServingNode) -> FastAPI:
     app = FastAPI(title="tandem", openapi_url=None, redirect_slashes=False)
     generator = Generator(node.config, node.limits, node.tokenizer, node.client)
+    openai = OpenAIEndpoints(
+        generator,
+        node.limits,
+        node.tokenizer,
+        served_name=served_name(node.config),
+        chat_template=node.chat_template,
+    )
     # The token path goes past FastAPI's parameter machinery: the endpoint gets the raw request.
     app.add_route("/generate", generator.respond, methods=["POST"])
+    openai.add_to(app)
     _add_errors(app)
     _add_health(app, node)
     _add_info(app, node)

@@ -31,6 +31,7 @@ from common.http_server import LimitedProtocol, num_open_answers
 from common.logs import configure_logging
 from node.app import ServingNode, create_app
 from node.bootstrap import StartBootstrap, start_bootstrap
+from node.chat_template import ChatTemplate, load_chat_template
 from node.ipc import ipc_directory
 from node.limits import ServingLimits
 from node.messages import Ready
@@ -68,6 +69,7 @@ def serve(
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     check_node_config(config)
     tokenizer = load_tokenizer(config.model.path)
+    chat_template = load_chat_template(config.model.path, config.model.chat_template)
     with bind(config.server.host, config.server.port, "port") as listener, ipc_directory() as ipc_dir:
         _check_bootstrap_port(config)
         front = _Front(
@@ -77,6 +79,7 @@ def serve(
             start_bootstrap=bootstrap,
             rank_stop_s=rank_stop_s,
             tokenizer=tokenizer,
+            chat_template=chat_template,
             listener=listener,
             ipc_dir=ipc_dir,
         )
@@ -92,6 +95,7 @@ class _Front:
     start_bootstrap: StartBootstrap
     rank_stop_s: float
     tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
     listener: socket.socket
     ipc_dir: Path
     draining: asyncio.Event = field(default_factory=asyncio.Event)  # a signal came
@@ -161,6 +165,7 @@ class _Front:
                 config=self.config,
                 limits=_serving_limits(self.config, readies, bootstrap_port),
                 tokenizer=self.tokenizer,
+                chat_template=self.chat_template,
                 client=client,
                 bootstrap_port=bootstrap_port,
             )

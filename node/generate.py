@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from common.config import NodeConfig, Role
+from common.config import NodeConfig
 from common.errors import ServingError
 from common.http_server import read_body
 from common.json_body import decode_object
@@ -33,17 +34,26 @@ class Generator:
         self._server = config.server
 
     async def respond(self, request: Request) -> Response:
-        """Raises ServingError when there is no answer. A prefill node never streams: it makes one token."""
+        """Raises ServingError when there is no answer."""
         arrival_s = time.monotonic()
-        self._client.check_open()
+        self.check_open()
         raw = decode_object(await self.read(request))
         generate = await self.prepare(parse(raw, self._limits), arrival_s)
-        exchange = Exchange(self._client, self._tokenizer, generate)
-        await exchange.start()
-        if generate.stream and self._limits.role is not Role.PREFILL:
-            return EventStream(exchange)
+        exchange = await self.start(generate)
+        if generate.stream:
+            return EventStream(exchange, AnswerEvents())
         async with exchange.while_connected(request.receive):
             return json_response(await exchange.result())
+
+    def check_open(self) -> None:
+        """Raises WorkerError when nothing new is taken."""
+        self._client.check_open()
+
+    async def start(self, generate: GenerateRequest) -> Exchange:
+        """The request at the ranks. Raises ServingError."""
+        exchange = Exchange(self._client, self._tokenizer, generate)
+        await exchange.start()
+        return exchange
 
     async def read(self, request: Request) -> bytes:
         """The body, within the server's limits of size and time."""
@@ -52,27 +62,45 @@ class Generator:
             request.scope, request.receive, max_bytes=server.max_body_bytes, timeout_s=server.upload_timeout_s
         )
 
-    async def prepare(self, parsed: ParsedRequest, arrival_s: float) -> GenerateRequest:
-        """Tokenise and check the lengths. What cannot fit is refused first; a long text is tokenised in a thread."""
+    async def prepare(self, parsed: ParsedRequest, arrival_s: float, *, special_tokens: bool = True) -> GenerateRequest:
+        """Tokenise and check the lengths. special_tokens: whether a text gets those that the tokenizer adds."""
         if parsed.field != "text":
             token_ids = [prompt for prompt in parsed.prompts if isinstance(prompt, list)]
         else:
             texts = [prompt for prompt in parsed.prompts if isinstance(prompt, str)]
-            check_text_sizes(texts, self._tokenizer.longest_token_bytes, self._limits)
-            if sum(map(len, texts)) > LONG_TEXT_CHARACTERS:
-                token_ids = await asyncio.to_thread(self._encode_long, texts)
-            else:
-                token_ids = [self._tokenizer.encode(text) for text in texts]
+            token_ids = await self.tokenise(texts, special_tokens=special_tokens)
         return expand(parsed, token_ids, self._limits, arrival_s=arrival_s)
 
-    def _encode_long(self, texts: list[str]) -> list[list[int]]:
+    async def tokenise(self, texts: list[str], *, special_tokens: bool = True) -> list[list[int]]:
+        """Up to the first text that is too long. What cannot fit is refused first; long texts go through a thread."""
+        check_text_sizes(texts, self._tokenizer.longest_token_bytes, self._limits)
+        if sum(map(len, texts)) > LONG_TEXT_CHARACTERS:
+            return await asyncio.to_thread(self._encode_long, texts, special_tokens)
+        return [self._tokenizer.encode(text, special_tokens=special_tokens) for text in texts]
+
+    def _encode_long(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
         """Stops after the first text that is too long: it is refused, so nobody needs those after it."""
         token_ids: list[list[int]] = []
         for text in texts:
-            token_ids.append(self._tokenizer.encode_long(text))
+            token_ids.append(self._tokenizer.encode_long(text, special_tokens=special_tokens))
             if len(token_ids[-1]) >= self._limits.context_length:
                 break
         return token_ids
+
+
+class Events(Protocol):
+    """What answer objects are in a stream."""
+
+    def events(self, answers: list[dict[str, Any]], *, is_last: bool) -> bytes:
+        """The events of objects that are due. is_last: nothing comes after them."""
+        ...
+
+
+class AnswerEvents:
+    """The objects as they are."""
+
+    def events(self, answers: list[dict[str, Any]], *, is_last: bool) -> bytes:
+        return b"".join(map(event, answers))
 
 
 class EventStream(Response):
@@ -81,10 +109,11 @@ class EventStream(Response):
     A client that reads slowly gets fewer, larger events: what came while one was being sent goes into the next.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, events: Events) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._exchange = exchange
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._exchange.while_connected(receive):
@@ -97,8 +126,9 @@ class EventStream(Response):
         """Send all events but the last batch of them, which is returned."""
         try:
             while True:
-                body = b"".join(map(event, self._exchange.due_objects(rids)))
-                if self._exchange.is_finished:
+                is_last = self._exchange.is_finished
+                body = self._events.events(self._exchange.due_objects(rids), is_last=is_last)
+                if is_last:
                     return body
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})

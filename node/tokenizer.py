@@ -53,13 +53,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._inner.get_vocab_size()
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that tokenizer.json's post-processor adds."""
-        return self._inner.encode(text).ids
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. special_tokens: with those that tokenizer.json's post-processor adds."""
+        return self._inner.encode(text, add_special_tokens=special_tokens).ids
 
-    def encode_long(self, text: str) -> list[int]:
+    def encode_long(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The same as `encode`, for a thread: here the library lets other threads run meanwhile."""
-        return self._inner.encode_batch_fast([text])[0].ids
+        return self._inner.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The whole text of a finished sequence; bytes that are no character become U+FFFD."""
@@ -78,6 +78,10 @@ class Tokenizer:
         if found is None:
             found = self._bytes_of[token_id] = _byte_level_bytes(self._inner.id_to_token(token_id) or "")
         return found
+
+    def piece(self, token_id: int) -> bytes:
+        """What one token alone adds to a text, special ones included; where it is not byte-level, nearly."""
+        return self.token_bytes(token_id) if self._is_byte_level else self.token_text(token_id).encode()
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         skipped = self._special_ids if skip_special_tokens else frozenset()

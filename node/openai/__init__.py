@@ -1,0 +1,1 @@
+"""OpenAI's endpoints of a node: bodies become /generate bodies, answers become OpenAI's objects."""

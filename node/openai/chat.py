@@ -1,0 +1,120 @@
+"""POST /v1/chat/completions: the body as a /generate body, with the prompt that the model's chat template makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.errors import RequestError
+from common.response_format import read_response_format
+from node.chat_template import ChatTemplate
+from node.fields import NumberRule, read_bool, read_number, refuse
+from node.openai.calls import Call
+from node.openai.fields import COMMON, check_unsupported, generate_fields, given, read_wishes
+from node.openai.messages import Message, read_messages
+
+_TOP_LOGPROBS = NumberRule(integer=True, low=0, high=1024)
+_UNSUPPORTED = frozenset(["functions", "function_call", "audio", "prediction", "web_search_options", "tools", "task"])
+_IGNORED = frozenset(
+    [
+        "tool_choice",
+        "parallel_tool_calls",
+        "verbosity",
+        "separate_reasoning",
+        "stream_reasoning",
+        "return_meta_info",
+        "return_prompt_token_ids",
+        "max_dynamic_patch",
+        "min_dynamic_patch",
+        "use_audio_in_video",
+    ]
+)
+TEMPLATE_FIELDS = frozenset(
+    ["messages", "chat_template_kwargs", "reasoning_effort", "continue_final_message", "add_generation_prompt"]
+)
+_KNOWN = (
+    COMMON
+    | _UNSUPPORTED
+    | _IGNORED
+    | TEMPLATE_FIELDS
+    | {"max_tokens", "max_completion_tokens", "top_logprobs", "modalities"}
+)
+_NAMES = {"text": "messages", "input_ids": "messages", "top_logprobs_num": "top_logprobs"}
+_RESERVED = ("messages", "tools", "add_generation_prompt")
+
+
+def read_chat(raw: dict[str, Any], template: ChatTemplate | None) -> Call:
+    """Raises RequestError. What /generate has to say of the fields it says itself."""
+    fields = given(raw, _KNOWN)
+    check_unsupported(fields, _UNSUPPORTED)
+    if fields.get("modalities", ["text"]) != ["text"]:
+        refuse("modalities", fields["modalities"], '["text"]')
+    body = generate_fields(fields, _max_tokens(fields)) | {"text": render(fields, template)}
+    _add_stops(body["sampling_params"], template)
+    if (schema := read_response_format(fields.get("response_format"))) is not None:
+        body["sampling_params"]["json_schema"] = schema
+    logprobs = read_bool("logprobs", fields.get("logprobs", False))
+    body |= _logprob_fields(fields, logprobs=logprobs)
+    return Call(body=body, wishes=read_wishes(fields, logprobs=logprobs), names=_NAMES, special_tokens=False)
+
+
+def render(fields: dict[str, Any], template: ChatTemplate | None) -> str:
+    """The prompt of `messages`. With continue_final_message the answer goes on with the last one, the assistant's."""
+    if template is None:
+        raise RequestError(
+            "messages: this model has no chat template; start the node with --chat-template, or use /v1/completions",
+            code="no_chat_template",
+            param="messages",
+        )
+    messages = read_messages(fields.get("messages"))
+    begun = _begun_answer(messages, fields)
+    prompt = template.render(
+        messages,
+        add_generation_prompt=read_bool("add_generation_prompt", fields.get("add_generation_prompt", True)),
+        variables=_variables(fields),
+    )
+    if not prompt and not begun:
+        raise RequestError("messages: the chat template makes nothing of them", param="messages")
+    return prompt + begun
+
+
+def _begun_answer(messages: list[Message], fields: dict[str, Any]) -> str:
+    """Takes it off the messages."""
+    if not read_bool("continue_final_message", fields.get("continue_final_message", False)):
+        return ""
+    if messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]:
+        refuse("continue_final_message", True, "false unless the last message is the assistant's, and its text")
+    return str(messages.pop()["content"])
+
+
+def _variables(fields: dict[str, Any]) -> dict[str, Any]:
+    value = fields.get("chat_template_kwargs", {})
+    if not isinstance(value, dict):
+        refuse("chat_template_kwargs", value, "an object of the template's variables")
+    for name in _RESERVED:
+        if name in value:
+            path = f"chat_template_kwargs.{name}"
+            raise RequestError(f"{path}: a field of the request, not a variable of the template", param=path)
+    effort = {"reasoning_effort": fields["reasoning_effort"]} if "reasoning_effort" in fields else {}
+    return effort | value
+
+
+def _add_stops(sampling: dict[str, Any], template: ChatTemplate | None) -> None:
+    """The template's own beside the client's, whatever that is."""
+    stops = list(template.stop_strings) if template is not None else []
+    asked = sampling.get("stop") or []
+    if stops and isinstance(asked, str | list):
+        sampling["stop"] = stops + ([asked] if isinstance(asked, str) else asked)
+
+
+def _max_tokens(fields: dict[str, Any]) -> Any:
+    """Of both names the newer one counts. None: as many as fit."""
+    return fields.get("max_completion_tokens", fields.get("max_tokens"))
+
+
+def _logprob_fields(fields: dict[str, Any], *, logprobs: bool) -> dict[str, Any]:
+    top = read_number("top_logprobs", fields.get("top_logprobs", 0), _TOP_LOGPROBS)
+    if not logprobs:
+        if top:
+            refuse("top_logprobs", top, "left out, or logprobs must be true")
+        return {}
+    return {"return_logprob": True, "top_logprobs_num": top}
