@@ -1,6 +1,7 @@
 """API keys: who calls, and what that caller may do. What is kept of a key is its hash.
 
-A key file has one key a line, `role name key`; blank lines and lines that begin with # say nothing. role: user or admin.
+A key file has one key a line, `role name key`; blank lines and lines that begin with # say nothing. The role is user or
+admin.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ log = logging.getLogger("tandem.keys")
 MIN_KEY_CHARACTERS = 16
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_KEY = re.compile(r"[!-~]{%d,512}" % MIN_KEY_CHARACTERS)
+_KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARACTERS},512}}")
 _SCHEME = b"bearer "
 
 

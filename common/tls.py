@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 
 import msgspec
 
@@ -67,8 +68,7 @@ def _trust(context: ssl.SSLContext, path: str, option: str) -> None:
 
 def _check_readable(option: str, path: str) -> None:
     try:
-        with open(path, "rb"):
-            pass
+        Path(path).open("rb").close()
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror or error}", param=_param(option)) from error
 
