@@ -130,9 +130,10 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where a node listens. bootstrap_*: where a prefill node's rooms are opened. upload_timeout_s: for a body.
 
-    drain_timeout_s: how long what runs may take to end after SIGTERM.
+    drain_timeout_s: how long what runs may take to end after SIGTERM. otlp_endpoint: where traces go, None: nowhere.
     """
 
+    otlp_endpoint: str | None = None
     host: str = "127.0.0.1"
     port: int = 30000
     bootstrap_host: str = "127.0.0.1"
@@ -158,28 +159,87 @@ class WorkerAddress(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_port: int | None = None
 
 
+class PolicyName(enum.StrEnum):
+    """Which worker of a role serves a request (router/policies.py). SGLang's names for the same are taken too."""
+
+    ROUND_ROBIN = "round_robin"
+    RANDOM = "random"
+    LEAST_LOAD = "least_load"
+    POWER_OF_TWO = "power_of_two"
+    PREFIX_AWARE = "prefix_aware"
+    STICKY = "sticky"
+
+    @classmethod
+    def _missing_(cls, value: object) -> PolicyName | None:
+        return {"cache_aware": cls.PREFIX_AWARE, "manual": cls.STICKY}.get(str(value))
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Times are seconds. connect_timeout_s: to open a connection; idle_timeout_s: between two bytes of an answer.
 
     liveness_timeout_s: without an answer to health checks until a worker's requests are given up. upload_timeout_s: for
     the whole body of a request. drain_timeout_s: how long what runs may take to end after SIGTERM. max_retries: how
     often a request may move to another pair of workers; resume_on_decode_failure: also in mid-answer.
+
+    policy: how both roles are chosen, unless prefill_policy or decode_policy says otherwise for one.
+
+    Membership: state_file: where workers that came at run time are kept, None: nowhere; require_fingerprint: the one
+    state layout that may serve; heartbeat_timeout_s: without word from a worker that registers by itself until it is
+    forgotten, if it does not live either; idle_probe_interval_s: until an idle worker is asked for a token, 0: never.
+    breaker_*: `router.breaker.BreakerLimits`; outlier_*: `router.outliers.OutlierLimits`.
+
+    request_log: text, json or off: a line for each request. otlp_endpoint: where traces go, None: nowhere.
+
+    Protection (docs/operations.md#protection): max_concurrent_requests, queue_size, queue_timeout_s: places, who may
+    wait for one, and for how long; request_timeout_s: for a whole request; requests_per_minute: of one user key. None:
+    no bound. admin_host, admin_port: where the administration listens, None: at the public port. api_key_file: keys of
+    clients; worker_api_key_file: the key for the workers; worker_ca_file: whom to trust for https workers. ssl_*:
+    `TlsConfig`.
     """
 
     host: str = "127.0.0.1"
     port: int = 30000
     prefill: tuple[WorkerAddress, ...] = ()
     decode: tuple[WorkerAddress, ...] = ()
+    state_file: str | None = None
+    require_fingerprint: str | None = None
+    heartbeat_timeout_s: float = 30.0
+    idle_probe_interval_s: float = 0.0
+    breaker_failures: int = 3
+    breaker_failure_rate: float = 0.5
+    breaker_window_s: float = 30.0
+    breaker_open_s: float = 5.0
+    outlier_factor: float = 0.0
+    outlier_window_s: float = 30.0
+    outlier_ejection_s: float = 30.0
     health_interval_s: float = 1.0
     connect_timeout_s: float = 2.0
     idle_timeout_s: float = 300.0
     liveness_timeout_s: float = 5.0
     upload_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
+    request_log: str = "text"
+    otlp_endpoint: str | None = None
     max_retries: int = 2
     resume_on_decode_failure: bool = True
+    policy: PolicyName = PolicyName.PREFIX_AWARE
+    prefill_policy: PolicyName | None = None
+    decode_policy: PolicyName | None = None
     max_body_bytes: int = 16 * 1024 * 1024
     log_level: str = "info"
+    max_concurrent_requests: int | None = None
+    queue_size: int = 1000
+    queue_timeout_s: float = 60.0
+    request_timeout_s: float | None = None
+    requests_per_minute: int | None = None
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = None
+    api_key_file: str | None = None
+    worker_api_key_file: str | None = None
+    worker_ca_file: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
 
 
 def check_node_config(config: NodeConfig) -> NodeConfig:

@@ -8,10 +8,11 @@ import errno
 import logging
 import signal
 import socket
-from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator
+import ssl
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import uvicorn
 import uvloop
 from fastapi import FastAPI, Request, Response
@@ -19,24 +20,31 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from common.config import Role, RouterConfig
+from common.config import RouterConfig
 from common.errors import ConfigError, ServingError
 from common.http_server import LimitedProtocol, error_response, http_error_response
+from common.keys import Key, KeyRing
+from common.net import is_loopback
 from router import control
+from router.guard import Door, Guard, terms_of
 from router.request import parse_generate
+from router.settings import check_keys, check_router_config, listener_tls
 from router.state import Router
-from router.workers import make_worker
 
 log = logging.getLogger("tandem.router")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_TIMES = ("health_interval_s", "connect_timeout_s", "idle_timeout_s", "liveness_timeout_s", "upload_timeout_s")
 _PROBE = b'{"text": "Hello", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}'
 
 
-def create_app(config: RouterConfig) -> FastAPI:
-    """The application; its `state.router` lives from start-up to shutdown. Raises ConfigError for unusable settings."""
+def create_app(config: RouterConfig, keys: KeyRing | None = None) -> FastAPI:
+    """The application; its `state.router` lives from start-up to shutdown. keys: by default those of the config's file.
+
+    Raises ConfigError for unusable settings.
+    """
     check_router_config(config)
+    keys = keys or KeyRing(config.api_key_file)
+    check_keys(config, keys)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -53,59 +61,55 @@ def create_app(config: RouterConfig) -> FastAPI:
     app.router.routes.append(Route("/health_generate", HealthGenerate(), methods=["GET"]))
     for path, methods, endpoint in control.ROUTES:
         app.router.routes.append(Route(path, endpoint, methods=methods))
+    door = Door(is_local=is_loopback(config.host), admin_port=config.admin_port)
+    app.add_middleware(Guard, keys=keys, door=door, timeout_s=config.request_timeout_s)
     app.add_exception_handler(ServingError, _serving_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _our_error)
     return app
 
 
-def check_router_config(config: RouterConfig) -> RouterConfig:
-    """Raises ConfigError naming the setting."""
-    for role, addresses in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
-        if not addresses:
-            raise ConfigError(f"--{role.value}: at least one", param=role.value)
-        workers = [make_worker(role, address) for address in addresses]
-        twice = [url for url, count in Counter(worker.url for worker in workers).items() if count > 1]
-        if twice:
-            raise ConfigError(f"--{role.value} {twice[0]}: given more than once", param=role.value)
-    for address in config.prefill:
-        if address.bootstrap_port is None:
-            raise ConfigError(f"--prefill {address.url}: give its bootstrap port too", param="prefill")
-    for name in _TIMES:
-        value = getattr(config, name)
-        if not 0 < value < float("inf"):
-            option = name.removesuffix("_s").replace("_", "-")
-            raise ConfigError(f"--{option} {value}: a positive number of seconds", param=name)
-    if not 0 <= config.drain_timeout_s < float("inf"):
-        raise ConfigError(
-            f"--drain-timeout {config.drain_timeout_s}: a finite number of seconds, 0 or more", param="drain_timeout_s"
-        )
-    if not 0 <= config.port <= 65535:
-        raise ConfigError(f"--port {config.port}: 0 to 65535", param="port")
-    if config.max_retries < 0:
-        raise ConfigError(f"--max-retries {config.max_retries}: 0 or more", param="max_retries")
-    if config.max_body_bytes < 1:
-        raise ConfigError(f"--max-body-bytes {config.max_body_bytes}: at least 1", param="max_body_bytes")
-    return config
+def serve(config: RouterConfig, more_keys: Sequence[Key] = ()) -> None:
+    """Serve until SIGINT or SIGTERM, then drain. more_keys: besides those of the config's file; SIGHUP reads it again.
 
-
-def serve(config: RouterConfig) -> None:
-    """Serve until SIGINT or SIGTERM, then drain. Raises ConfigError when the port or the host cannot be had."""
-    app = create_app(config)
-    listener = _listen(config.host, config.port)
-    log.info("router listens on http://%s:%d", *listener.getsockname()[:2])
+    Raises ConfigError when a port, a host, a key or a certificate cannot be had.
+    """
+    keys = KeyRing(config.api_key_file, more_keys)
+    create_app(config, keys)  # refuses what cannot work before a port is taken
+    tls = listener_tls(config)
+    listeners = [_listen(config.host, config.port)]
+    if config.admin_port is not None:
+        listeners.append(_listen(config.admin_host, config.admin_port, "admin-"))
+        config = msgspec.structs.replace(config, admin_port=listeners[1].getsockname()[1])
+    _tell_where(listeners, is_tls=tls is not None, is_open=keys.is_open and not is_loopback(config.host))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(app, listener, config.drain_timeout_s))
+        runner.run(_serve(create_app(config, keys), listeners, keys, tls, config.drain_timeout_s))
 
 
-async def _serve(app: FastAPI, listener: socket.socket, drain_timeout_s: float) -> None:
+def _tell_where(listeners: Sequence[socket.socket], *, is_tls: bool, is_open: bool) -> None:
+    for listener, what in zip(listeners, ("router", "administration"), strict=False):
+        log.info("%s listens on %s://%s:%d", what, "https" if is_tls else "http", *listener.getsockname()[:2])
+    if is_open:
+        log.warning("no API keys: whoever reaches this router may use it (--api-key-file)")
+
+
+async def _serve(
+    app: FastAPI,
+    listeners: list[socket.socket],
+    keys: KeyRing,
+    tls: ssl.SSLContext | None,
+    drain_timeout_s: float,
+) -> None:
     """The first signal lets what runs end, for drain_timeout_s at most, and refuses the rest; the second one waits for
     nothing."""
-    server = _Server(server_config(app))
+    server = _Server(server_config(app, tls))
     signals = [asyncio.Event(), asyncio.Event()]
+    loop = asyncio.get_running_loop()
     for number in _SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, _set_next, signals)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+        loop.add_signal_handler(number, _set_next, signals)
+    if keys.has_file:
+        loop.add_signal_handler(signal.SIGHUP, keys.reload)
+    serving = asyncio.create_task(server.serve(sockets=listeners))
     await _first_of(serving, signals[0].wait())
     if server.started:
         router: Router = app.state.router
@@ -143,9 +147,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def server_config(app: FastAPI) -> uvicorn.Config:
+def server_config(app: FastAPI, tls: ssl.SSLContext | None = None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        ssl_context_factory=None if tls is None else lambda *_: tls,
+        forwarded_allow_ips=["127.0.0.1", "::1"],
         http=LimitedProtocol,
         lifespan="on",
         log_level="warning",
@@ -157,7 +163,8 @@ def server_config(app: FastAPI) -> uvicorn.Config:
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, prefix: str = "") -> socket.socket:
+    """prefix: of the settings' names."""
     try:
         return socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
@@ -166,7 +173,8 @@ def _listen(host: str, port: int) -> socket.socket:
         at_fault = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
         value = port if at_fault == "port" else host
         reason = f"cannot listen on {host}:{port} ({error.strerror or error})"
-        raise ConfigError(f"--{at_fault} {value}: {reason}", param=at_fault) from error
+        setting = prefix + at_fault
+        raise ConfigError(f"--{setting} {value}: {reason}", param=setting.replace("-", "_")) from error
 
 
 # /generate
@@ -178,7 +186,7 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router: Router = scope["app"].state.router
         request = parse_generate(await router.read_body(scope, receive))
-        await router.dispatcher.generate(request, receive, send)
+        await router.dispatcher.generate(request, receive, send, terms_of(scope))
 
 
 class HealthGenerate:
@@ -186,14 +194,16 @@ class HealthGenerate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router: Router = scope["app"].state.router
-        await router.dispatcher.generate(parse_generate(_PROBE), receive, send)
+        await router.dispatcher.generate(parse_generate(_PROBE), receive, send, terms_of(scope))
 
 
 # Errors
 
 
-async def _serving_error(_: Request, error: Exception) -> Response:
+async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
+    router: Router = request.app.state.router
+    router.dispatcher.recorder.refused(request.url.path, error)
     return error_response(error)
 
 

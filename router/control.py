@@ -12,8 +12,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import RequestError, WorkerError
+from common.errors import AccessError, RequestError, WorkerError
 from common.json_body import decode_object
+from router.admission import Terms
+from router.guard import terms_of
 from router.state import Router
 from router.workers import Worker
 
@@ -131,11 +133,24 @@ async def abort_request(request: Request) -> Response:
     """End one request (`rid`) or all of them (`abort_all`) on both roles."""
     router = _router(request)
     body = await router.read_body(request.scope, request.receive)
-    fields = decode_object(body)
-    router.dispatcher.on_abort(None if fields.get("abort_all") is True else _rids(fields.get("rid")))
+    fields, terms = decode_object(body), terms_of(request.scope)
+    rids = None if fields.get("abort_all") is True else _rids(fields.get("rid"))
+    if not terms.is_admin:
+        rids = _own(router, terms, rids)
+        body = msgspec.json.encode({"rid": sorted(rids)})
+        if not rids:
+            return _json({"success": True})
+    router.dispatcher.on_abort(rids)
     alive = [worker for worker in router.workers.all if worker.alive]
     _raise_first_refusal(await _order_all(router, alive, "POST", "/abort_request", body), "abort_request")
     return _json({"success": True})
+
+
+def _own(router: Router, terms: Terms, rids: frozenset[str] | None) -> frozenset[str]:
+    """What this caller may end of it: its own requests. Of others' it does not learn whether they exist."""
+    if rids is None:
+        raise AccessError("abort_all needs an admin key", code="forbidden", status=403, param="abort_all")
+    return router.dispatcher.rids_of(terms.caller, rids)
 
 
 def _rids(rid: object) -> frozenset[str]:

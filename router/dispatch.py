@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from starlette.types import Receive, Send
 
 from common.config import RouterConfig
 from common.errors import AbortedError, ServingError, WorkerError
+from router.admission import Admission, Terms, Turn, deadline
 from router.attempt import Attempt
 from router.client import Network
 from router.in_flight import RID_IN_USE, InFlight
@@ -40,6 +42,10 @@ _STOP_S = 1.0
 _RELEASE_WAIT_S = 5.0
 _NOTICE_S = 0.1
 _BACKOFF_S = 0.05
+_TELL_S = 5.0
+"""For the error of a client that may not be reading."""
+
+_NO_TERMS = Terms()
 
 T = TypeVar("T")
 
@@ -62,28 +68,32 @@ class Dispatcher:
         self.in_flight = InFlight()
         self.counters = Counters()
         self.recorder = Recorder()
+        self.admission = Admission(config)
         self._closed: ServingError | None = None
         self._exchanges: set[Exchange] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest, receive: Receive, send: Send) -> None:
+    async def generate(self, request: GenerateRequest, receive: Receive, send: Send, terms: Terms = _NO_TERMS) -> None:
         """Serve one request to its end. Raises ServingError while the client has been sent nothing."""
         with self.recorder.following(request) as record:
-            await self._generate(request, receive, send, record)
+            reply = Reply(receive, send, request.rids[0])
+            await self._generate(request, reply, record, terms)
 
-    async def _generate(self, request: GenerateRequest, receive: Receive, send: Send, record: RequestRecord) -> None:
+    async def _generate(self, request: GenerateRequest, reply: Reply, record: RequestRecord, terms: Terms) -> None:
         self.check_open()
         await self._let_end(request.names)
         self.check_open()
-        pair = self.workers.pick()
         self.in_flight.claim(request.names, 0)
         self.counters.requests += 1
-        exchange = Exchange(self, request, Reply(receive, send, request.rids[0]), record)
+        exchange = Exchange(self, request, reply, record, terms)
         self._exchanges.add(exchange)
         try:
-            await exchange.run(pair)
+            with deadline(terms.deadline_s, exchange.expire):
+                async with self.admission.place(exchange.turn):
+                    record.admitted_s = time.monotonic()
+                    await exchange.run(self.workers.pick())
         finally:
             task = self._in_background(self._release(exchange, request))
             self._ending.update(dict.fromkeys(request.names, task))
@@ -118,6 +128,11 @@ class Dispatcher:
             if rids is None or not exchange.request_ids.isdisjoint(rids):
                 exchange.stop(AbortedError("aborted by request"), at_once=False)
 
+    def rids_of(self, caller: str | None, rids: frozenset[str]) -> frozenset[str]:
+        """Those of these ids that requests of this caller have here."""
+        names = (exchange.request_ids for exchange in self._exchanges if exchange.turn.caller == caller)
+        return rids.intersection(name for each in names for name in each)
+
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)
@@ -134,6 +149,7 @@ class Dispatcher:
     async def drain(self, limit_s: float) -> None:
         """Take nothing new; return when nothing runs any more, or after limit_s."""
         self._closed = WorkerError("the router is draining: it ends when what it runs has ended", code="draining")
+        self.admission.refuse_waiting(self._closed)
         if self._exchanges:
             log.info("draining for %g s at most, %d requests run; again to end at once", limit_s, len(self._exchanges))
             await self._wait_idle(limit_s)
@@ -164,7 +180,9 @@ class Dispatcher:
 class Exchange:
     """One request of one client, over all of its tries. rooms: those that it has used."""
 
-    def __init__(self, dispatcher: Dispatcher, request: GenerateRequest, reply: Reply, record: RequestRecord) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, request: GenerateRequest, reply: Reply, record: RequestRecord, terms: Terms
+    ) -> None:
         self._dispatcher = dispatcher
         self._request = request
         self._reply = reply
@@ -175,6 +193,7 @@ class Exchange:
         self._stopped: LegFailed | None = None
         self._resumed_after: LegFailed | None = None
         self.request_ids = request.names
+        self.turn = Turn(terms.caller, reply.gone)
         self.rooms: list[int] = []
 
     async def run(self, pair: Pair) -> None:
@@ -271,11 +290,15 @@ class Exchange:
             self._attempts[-1].fail(leg.lost(error))
 
     def stop(self, error: ServingError, *, at_once: bool) -> None:
-        """Not to be tried again; at_once: and to fail with this error now."""
+        """Not to be tried again; at_once: and to fail with this error now. What still waits for a place fails."""
         self._stopped = LegFailed.of(error)
+        self.turn.refuse(error)
         if at_once and self._attempts:
             self._attempts[-1].fail(self._stopped)
             self._attempts[-1].end_legs()
+
+    def expire(self, error: ServingError) -> None:
+        self.stop(error, at_once=True)
 
     async def ended(self) -> None:
         """Returns when no leg runs any more and the workers have answered the aborts."""
@@ -293,7 +316,10 @@ class Exchange:
             await self._reply.start(failure.status, failure.content_type, len(failure.body))
             await self._reply.write(failure.body, more=False)
             return
-        await self._reply.write(b"data: " + _error_object(failure) + b"\n\n" + DONE_EVENT, more=False)
+        # Who is told to end holds no place for a client that does not read; the server then closes its connection.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TELL_S if self._stopped is not None else None):
+                await self._reply.write(b"data: " + _error_object(failure) + b"\n\n" + DONE_EVENT, more=False)
 
 
 async def _unless_gone(gone: asyncio.Future[None], work: Coroutine[Any, Any, T]) -> T:

@@ -9,6 +9,7 @@ from common.http_server import read_body
 from router.client import Network
 from router.dispatch import Dispatcher
 from router.http_client import HttpNetwork
+from router.settings import worker_authorization, worker_tls
 from router.workers import Workers
 
 
@@ -17,7 +18,7 @@ class Router:
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        self.network: Network = HttpNetwork(config)
+        self.network: Network = HttpNetwork(config, worker_tls(config), worker_authorization(config))
         self.workers = Workers(config, self.network)
         self.dispatcher = Dispatcher(config, self.workers, self.network)
         self.workers.on_silence = self.dispatcher.give_up

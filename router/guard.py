@@ -1,0 +1,155 @@
+"""In front of the router's application: who may ask what, at which port, how often, and until when it is answered.
+
+| access | without a key | with a user key | with an admin key |
+|---|---|---|---|
+| OPEN | yes | yes | yes |
+| USER | no | yes | yes |
+| PAGE | yes | yes | yes |
+| READ, CONTROL | no | no | yes |
+
+A router without keys lets everybody do everything; but where others than this machine can reach it, only this machine
+may CONTROL. PAGE, READ and CONTROL are the administration: with an admin port they exist only there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import re
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from common.errors import AccessError, RequestError, ServingError
+from common.http_server import error_response
+from common.keys import Caller, KeyRing, KeyRole
+from common.net import is_loopback
+from router.admission import Terms
+
+TIMEOUT_HEADER = b"x-request-timeout-s"
+
+_TIMEOUT = re.compile(rb"[0-9]{1,9}(\.[0-9]{0,9})?")
+_TERMS = "terms"
+
+
+class Access(enum.Enum):
+    OPEN = "open"
+    USER = "user"
+    PAGE = "page"
+    READ = "read"
+    CONTROL = "control"
+
+
+_ADMINISTRATION = frozenset([Access.PAGE, Access.READ, Access.CONTROL])
+_ACCESS = {
+    "/health": Access.OPEN,
+    "/generate": Access.USER,
+    "/health_generate": Access.USER,
+    "/abort_request": Access.USER,
+    "/model_info": Access.USER,
+    "/get_model_info": Access.USER,
+    "/tokenize": Access.USER,
+    "/detokenize": Access.USER,
+    "/": Access.PAGE,
+    "/server_info": Access.READ,
+    "/get_server_info": Access.READ,
+    "/metrics": Access.READ,
+    "/status.json": Access.READ,
+    "/debug/requests": Access.READ,
+}
+_USER_PREFIX = "/v1/"
+_PAGE_PREFIX = "/page/"
+_UNCOUNTED = frozenset(["/abort_request", "/model_info", "/get_model_info", "/v1/models"])
+"""What a rate limit does not count of the USER paths."""
+
+
+def access_of(path: str) -> Access:
+    """What is not listed is for administrators."""
+    if path.startswith(_USER_PREFIX):
+        return Access.USER
+    if path.startswith(_PAGE_PREFIX):
+        return Access.PAGE
+    return _ACCESS.get(path, Access.CONTROL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """How the router can be reached. is_local: from this machine only. admin_port: the one really bound, None: the
+    administration is at the public port."""
+
+    is_local: bool
+    admin_port: int | None = None
+
+
+def terms_of(scope: Scope) -> Terms:
+    """What the guard has found out about a request that it let in."""
+    terms: Terms = scope[_TERMS]
+    return terms
+
+
+class Guard:
+    """ASGI. Answers what it refuses itself; the application never sees it, and its body is not read."""
+
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, door: Door, timeout_s: float | None) -> None:
+        self._app, self._keys, self._door = app, keys, door
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                scope[_TERMS] = self._terms(scope)
+            except ServingError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _terms(self, scope: Scope) -> Terms:
+        """Raises ServingError for what is not let in."""
+        path = scope["path"]
+        access = access_of(path)
+        is_admin_port = self._door.admin_port is None or scope["server"][1] == self._door.admin_port
+        if access in _ADMINISTRATION and not is_admin_port:
+            raise RequestError(f"no such path: {path}", code="not_found", status=404)
+        caller = None
+        if not self._keys.is_open and access not in (Access.OPEN, Access.PAGE):
+            caller = self._keys.caller(scope["headers"])
+        is_admin = is_admin_port and self._is_admin(scope, caller)
+        _check(access, caller, is_admin=is_admin)
+        if caller is not None and caller.role is KeyRole.USER and path not in _UNCOUNTED:
+            scope["app"].state.router.dispatcher.admission.check_rate(caller.name)
+        name = caller.name if caller is not None else None
+        return Terms(caller=name, is_admin=is_admin, deadline_s=self._deadline_s(scope))
+
+    def _is_admin(self, scope: Scope, caller: Caller | None) -> bool:
+        if caller is not None:
+            return caller.role is KeyRole.ADMIN
+        if not self._keys.is_open:
+            return False
+        return self._door.is_local or self._door.admin_port is not None or _is_from_here(scope)
+
+    def _deadline_s(self, scope: Scope) -> float | None:
+        """On the loop's clock. Raises RequestError for a header that is no time."""
+        asked = next((value for name, value in scope["headers"] if name == TIMEOUT_HEADER), None)
+        timeout_s = self._timeout_s
+        if asked is not None:
+            if _TIMEOUT.fullmatch(asked) is None or float(asked) <= 0:
+                header = TIMEOUT_HEADER.decode()
+                raise RequestError(f"{header}: a positive number of seconds", param=header)
+            timeout_s = min(float(asked), timeout_s or float(asked))
+        return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+
+
+def _check(access: Access, caller: Caller | None, *, is_admin: bool) -> None:
+    """Raises AccessError."""
+    if access in (Access.OPEN, Access.USER, Access.PAGE) or is_admin:
+        return
+    if caller is not None:
+        raise AccessError("this needs an admin key", code="forbidden", status=403)
+    if access is Access.CONTROL:
+        message = "without API keys only this machine may administer the router (--api-key-file, or --admin-port)"
+        raise AccessError(message, code="forbidden", status=403)
+
+
+def _is_from_here(scope: Scope) -> bool:
+    client: tuple[str, int] | None = scope.get("client")
+    return client is not None and is_loopback(client[0])
