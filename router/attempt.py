@@ -30,6 +30,7 @@ class Attempt:
     def __init__(self, request: GenerateRequest, prefill: Leg, decode: Leg, reply: Reply, sent: Sent) -> None:
         self._request = request
         self._prefill_leg, self._decode_leg = prefill, decode
+        prefill.partner, decode.partner = decode, prefill
         self._reply = reply
         self._sent = sent
         self._flows = False  # decode's answer, in this try

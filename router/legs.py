@@ -63,11 +63,11 @@ def _read(body: bytes) -> tuple[str | None, bool]:
     return error.code, error.retryable
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Leg:
     """open: the worker may still be at work for it, so an abort makes sense.
 
-    `workers` is told of the leg as soon as it is made, and once of its end.
+    `workers` is told of the leg as soon as it is made, and once of its end. partner: the other leg of the try.
     """
 
     worker: Worker
@@ -75,6 +75,7 @@ class Leg:
     workers: Workers
     network: Network
     open: bool = True
+    partner: Leg | None = None
     began_s: float = field(default_factory=time.monotonic)
     has_ended: bool = False
     _first_byte_s: float | None = None
@@ -100,6 +101,7 @@ class Leg:
         self._last_byte_s = time.monotonic() - self.began_s
         if self._first_byte_s is None:
             self._first_byte_s = self._last_byte_s
+            self.workers.on_first_byte(self)
         self._num_chunks += 1
 
     async def start(self) -> Answer:

@@ -1,69 +1,32 @@
-"""Which workers there are, which of them live, and which two serve the next request.
+"""Which workers there are, which two serve the next request, and what is held against each of them.
 
-A worker's health loop owns `alive`, `fingerprint` and `reason`; a request that cannot connect may only report it dead.
-A dead one, one that drains for example, gets no new requests. Those that run there go on.
-A worker that does not answer a check is asked again at once. The second time it is silent: dead, and what it was asked
-is given up. One where nobody listens is dead, not silent: its connections have broken by themselves.
+Whether a worker lives is router/health.py's; how workers come and go router/membership.py's.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import random
+import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
 
-import msgspec
-
-from common.config import Role, RouterConfig, WorkerAddress
-from common.errors import ConfigError, WorkerError
-from router.client import REFUSED, UNREACHABLE, Network
-from router.leg_outcome import LegOutcome
+from common.config import Role, RouterConfig
+from common.errors import WorkerError
+from router.breaker import Breaker, BreakerLimits, BreakerState, Verdict, guilty_leg
+from router.client import Network
+from router.health import HealthChecks
+from router.leg_outcome import LegEnd, LegOutcome
+from router.outliers import OutlierLimits, Outliers
+from router.worker import Worker, make_worker
 
 if TYPE_CHECKING:
     from router.legs import Leg
 
+__all__ = ["Pair", "Worker", "Workers", "make_worker"]
+
 log = logging.getLogger("tandem.router")
-
-_SILENT_AFTER = 2
-_NO_CONNECTION = (REFUSED, UNREACHABLE)
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One node as the router sees it.
-
-    host: what the other leg calls it by (of a prefill worker: where its rooms are opened). fingerprint: of its state
-    layout, handoff: how it hands state over; None while unknown or when it publishes none. resumes: whether it goes on
-    with answers that others began. instance: of the process, None when it tells none. reason: why it is not alive.
-    unanswered: checks in a row. num_legs: that run there.
-    """
-
-    role: Role
-    url: str
-    host: str
-    bootstrap_port: int | None
-    alive: bool = False
-    fingerprint: str | None = None
-    handoff: str | None = None
-    resumes: bool = False
-    instance: str | None = None
-    reason: str = "not checked yet"
-    unanswered: int = 0
-    num_legs: int = 0
-    check_now: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def fits(self, other: Worker) -> bool:
-        """Whether these two can hand over state."""
-        return (self.fingerprint, self.handoff) == (other.fingerprint, other.handoff)
-
-    def describe(self) -> dict[str, Any]:
-        state = {"role": self.role.value, "url": self.url, "alive": self.alive, "fingerprint": self.fingerprint}
-        return state if self.alive else state | {"reason": self.reason}
 
 
 class Pair(NamedTuple):
@@ -71,40 +34,38 @@ class Pair(NamedTuple):
     decode: Worker
 
 
-def make_worker(role: Role, address: WorkerAddress) -> Worker:
-    """Raises ConfigError for what is no http URL."""
-    host = _host(address.url)
-    if host is None:
-        raise ConfigError(f"--{role.value} {address.url}: a URL such as http://127.0.0.1:30001", param=role.value)
-    return Worker(role, address.url.rstrip("/"), host, address.bootstrap_port)
-
-
-def _host(url: str) -> str | None:
-    """None for what is no http URL."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError:
-        return None
-    return parts.hostname if parts.scheme in ("http", "https") else None
-
-
 class Workers:
     """All workers of one router. Raises ConfigError when an address is no URL.
 
-    on_silence: told of each worker that has fallen silent.
+    on_silence: told of each worker that has fallen silent, or is removed with what runs there: it gives that up.
+    on_change: told whenever one has come, gone or changed its role.
     """
 
     def __init__(self, config: RouterConfig, network: Network) -> None:
-        self.prefill = tuple(make_worker(Role.PREFILL, address) for address in config.prefill)
-        self.decode = tuple(make_worker(Role.DECODE, address) for address in config.decode)
-        self._network = network
-        self.on_silence: Callable[[Worker, WorkerError], None] = _ignore
-        self._interval_s = config.health_interval_s
-        self._check_limit_s = config.liveness_timeout_s / _SILENT_AFTER
-        self._dealt: set[Worker] = set()
+        self.prefill: tuple[Worker, ...] = ()
+        self.decode: tuple[Worker, ...] = ()
+        self.on_silence: Callable[[Worker, WorkerError], None] = _give_up_nothing
+        self.on_change: list[Callable[[], None]] = []
+        self.health = HealthChecks(config, self, network)
+        self._limits = BreakerLimits(
+            failures=config.breaker_failures,
+            failure_rate=config.breaker_failure_rate,
+            window_s=config.breaker_window_s,
+            open_s=config.breaker_open_s,
+        )
+        self._outliers = Outliers(
+            OutlierLimits(
+                factor=config.outlier_factor,
+                window_s=config.outlier_window_s,
+                ejection_s=config.outlier_ejection_s,
+            )
+        )
+        self._dealt: WeakSet[Worker] = WeakSet()
         self._mismatches: tuple[str, ...] = ()
-        self._loops: list[asyncio.Task[None]] = []
+        self._started = False
+        for role, addresses in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
+            for address in addresses:
+                self.add(make_worker(role, address))
 
     @property
     def all(self) -> tuple[Worker, ...]:
@@ -112,12 +73,51 @@ class Workers:
 
     def start(self) -> None:
         """Begin the health checks."""
-        self._loops = [asyncio.create_task(self._watch(worker)) for worker in self.all]
+        self._started = True
+        for worker in self.all:
+            self.health.watch(worker)
 
     async def stop(self) -> None:
-        for loop in self._loops:
-            loop.cancel()
-        await asyncio.gather(*self._loops, return_exceptions=True)
+        await self.health.stop()
+
+    # Coming and going
+
+    def add(self, worker: Worker) -> None:
+        """It gets requests when it has been checked."""
+        worker.breaker = Breaker(self._limits)
+        self._set(worker, worker.role)
+        if self._started:
+            self.health.watch(worker)
+
+    def leave(self, worker: Worker) -> None:
+        """No new requests; it is removed when those that run there have ended."""
+        worker.is_leaving = True
+        if worker.num_legs == 0:
+            self.remove(worker)
+
+    def remove(self, worker: Worker) -> None:
+        """At once: what runs there is given up, and goes on elsewhere where it can."""
+        worker.is_leaving = True
+        self.health.forget(worker)
+        self._set(worker, None)
+        self.on_silence(worker, WorkerError("it was removed", code="worker_removed"))
+        log.info("%s worker %s is removed", worker.role.value, worker.url)
+
+    def move(self, worker: Worker, role: Role, bootstrap_port: int | None) -> None:
+        """Its node has another role now. It is welcomed anew before it gets requests."""
+        worker.role, worker.bootstrap_port, worker.instance = role, bootstrap_port, None
+        worker.breaker.reset()
+        self._set(worker, role)
+        worker.check_now.set()
+
+    def _set(self, worker: Worker, role: Role | None) -> None:
+        """Make it a worker of this role alone; None: of none."""
+        self.prefill, self.decode = (
+            (*(w for w in workers if w is not worker), *([worker] if role is own else []))
+            for own, workers in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
+        )
+        for tell in self.on_change:
+            tell()
 
     # Choosing
 
@@ -127,12 +127,12 @@ class Workers:
         failed: pairs that are not to be picked; workers of none of them come first. resumes: only workers that go on
         with answers that others began. Raises WorkerError (503).
         """
-        decode = [worker for worker in self.decode if worker.alive and worker.resumes >= resumes]
+        decode = [worker for worker in self.decode if worker.takes_requests and worker.resumes >= resumes]
 
         def partners(prefill: Worker) -> list[Worker]:
             return [d for d in decode if d.fits(prefill) and (prefill, d) not in failed]
 
-        candidates = [p for p in self.prefill if p.alive and p.resumes >= resumes and partners(p)]
+        candidates = [p for p in self.prefill if p.takes_requests and p.resumes >= resumes and partners(p)]
         if not candidates:
             raise WorkerError("no other pair of workers is alive" if failed else self.why_no_pair())
         tried = {worker for pair in failed for worker in pair}
@@ -140,8 +140,9 @@ class Workers:
         return Pair(prefill, self._deal(_untried(partners(prefill), tried)))
 
     def has_pair(self) -> bool:
-        prefill = [worker for worker in self.prefill if worker.alive]
-        return any(d.alive and d.fits(p) for d in self.decode for p in prefill)
+        """Whether requests can be served, if not at this very moment (a half-open worker may be trying one)."""
+        prefill = [worker for worker in self.prefill if worker.is_in_service]
+        return any(d.is_in_service and d.fits(p) for d in self.decode for p in prefill)
 
     def _deal(self, workers: list[Worker]) -> Worker:
         """One of those that have not had their turn yet; when all have had it, the next round begins."""
@@ -157,6 +158,8 @@ class Workers:
         for role, workers in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
             if not any(worker.alive for worker in workers):
                 return f"no {role.value} worker is alive"
+            if not any(worker.takes_requests for worker in workers):
+                return f"no {role.value} worker takes requests: {', '.join(sorted({w.state for w in workers}))}"
         return "; ".join(["no pair of workers fits together", *self.mismatches()])
 
     def mismatches(self) -> tuple[str, ...]:
@@ -173,72 +176,58 @@ class Workers:
 
     def on_leg_begin(self, leg: Leg) -> None:
         """A leg opens. Called for every leg, before anything is sent."""
-        leg.worker.num_legs += 1
+        worker = leg.worker
+        worker.num_legs += 1
+        worker.used_s = leg.began_s
+        worker.breaker.on_begin(leg)
+
+    def on_first_byte(self, leg: Leg) -> None:
+        """The worker has begun with a good answer."""
+        leg.worker.breaker.on_first_byte(leg)
 
     def on_leg_end(self, leg: Leg, outcome: LegOutcome) -> None:
         """It has ended. Called once for every leg that has begun."""
-        leg.worker.num_legs -= 1
+        worker = leg.worker
+        worker.num_legs -= 1
+        worker.used_s = time.monotonic()
+        guilty = guilty_leg(leg, outcome)
+        if guilty is not None:
+            self.on_verdict(guilty.worker, guilty, Verdict.BAD, outcome.code or outcome.end.value)
+        if guilty is not leg:
+            self.on_verdict(worker, leg, Verdict.GOOD if outcome.end is LegEnd.OK else Verdict.NONE)
+        if outcome.end is LegEnd.OK:
+            self._compare(worker, outcome)
+        if worker.is_leaving and worker.num_legs == 0 and worker in self.all:
+            self.remove(worker)
+
+    def on_verdict(self, worker: Worker, leg: Leg | None, verdict: Verdict, reason: str = "") -> None:
+        """How it went at this worker. leg: None for a check."""
+        before = worker.breaker.state
+        worker.breaker.on_verdict(leg, verdict, reason)
+        if before is worker.breaker.state:
+            return
+        if worker.breaker.state is BreakerState.OPEN:
+            log.warning("%s worker %s gets no requests for a while: %s", worker.role.value, worker.url, reason)
+        else:
+            log.info("%s worker %s gets requests again", worker.role.value, worker.url)
+
+    def _compare(self, worker: Worker, outcome: LegOutcome) -> None:
+        reason = self._outliers.note(worker, outcome, self.prefill if worker.role is Role.PREFILL else self.decode)
+        if reason:
+            log.warning("%s worker %s is much slower than its peers: %s", worker.role.value, worker.url, reason)
 
     # Health
 
     def report(self, worker: Worker, error: WorkerError) -> None:
-        """A request could not reach this worker, or lost it: dead at once if nobody listens, and asked again now."""
-        if error.code in _NO_CONNECTION:
-            self._mark_dead(worker, error.message)
-        worker.check_now.set()
+        """A request could not reach this worker, or lost it."""
+        self.health.report(worker, error)
 
     def on_error(self, worker: Worker, status: int) -> None:
         """It answered a request with an error. If that is its own (it drains, a rank has died), it is asked now."""
         if status >= 500:
             worker.check_now.set()
 
-    async def _watch(self, worker: Worker) -> None:
-        while True:
-            await self._check(worker)
-            if 0 < worker.unanswered < _SILENT_AFTER:
-                continue
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._interval_s):
-                    await worker.check_now.wait()
-            worker.check_now.clear()
-
-    async def _check(self, worker: Worker) -> None:
-        try:
-            answer = await self._network.send("GET", f"{worker.url}/health", limit_s=self._check_limit_s)
-            health = _health(await answer.read())
-            worker.unanswered = 0
-            if answer.status != 200:
-                self._mark_dead(worker, " ".join(["/health answered", str(answer.status), *health.codes()]))
-            elif not worker.alive or health.instance != worker.instance:
-                await self._welcome(worker, health.instance)
-        except WorkerError as error:
-            self._on_no_answer(worker, error)
-
-    def _on_no_answer(self, worker: Worker, error: WorkerError) -> None:
-        worker.unanswered = 0 if error.code == REFUSED else worker.unanswered + 1
-        if error.code in _NO_CONNECTION or worker.unanswered >= _SILENT_AFTER:
-            self._mark_dead(worker, error.message)
-        if worker.unanswered == _SILENT_AFTER:
-            self.on_silence(worker, WorkerError("it does not answer", code="worker_silent"))
-
-    async def _welcome(self, worker: Worker, instance: str | None) -> None:
-        """Ask a worker that has just come up, or come back as another process, what it is before it gets requests."""
-        worker.alive, worker.reason = False, "asked what it is"
-        answer = await self._network.send("GET", f"{worker.url}/server_info", limit_s=self._check_limit_s)
-        info = _server_info(await answer.read()) if answer.status == 200 else _ServerInfo()
-        worker.fingerprint, worker.handoff = info.fingerprint, info.handoff
-        worker.resumes, worker.instance = info.resumes_answers, instance
-        worker.alive, worker.reason = True, ""
-        log.info("%s worker %s is alive (state layout %s)", worker.role.value, worker.url, worker.fingerprint)
-        self._log_new_mismatches()
-
-    def _mark_dead(self, worker: Worker, reason: str) -> None:
-        if worker.alive or worker.reason != reason:
-            level = logging.WARNING if worker.alive else logging.INFO
-            log.log(level, "%s worker %s is not alive: %s", worker.role.value, worker.url, reason)
-        worker.alive, worker.reason = False, reason
-
-    def _log_new_mismatches(self) -> None:
+    def log_new_mismatches(self) -> None:
         found = self.mismatches()
         for line in found:
             if line not in self._mismatches:
@@ -246,43 +235,10 @@ class Workers:
         self._mismatches = found
 
 
-def _ignore(_: Worker, __: WorkerError) -> None:
-    """What is told to nobody."""
+def _give_up_nothing(_: Worker, __: WorkerError) -> None:
+    """Until somebody dispatches."""
 
 
 def _untried(workers: list[Worker], tried: Collection[Worker]) -> list[Worker]:
     """Those that were not tried; all when there are none."""
     return [worker for worker in workers if worker not in tried] or workers
-
-
-class _ServerInfo(msgspec.Struct):
-    fingerprint: str | None = None
-    handoff: str | None = None
-    resumes_answers: bool = False
-
-
-def _server_info(body: bytes) -> _ServerInfo:
-    try:
-        return msgspec.json.decode(body, type=_ServerInfo)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _ServerInfo()
-
-
-class _HealthError(msgspec.Struct):
-    code: str | None = None
-
-
-class _Health(msgspec.Struct):
-    instance: str | None = None
-    error: _HealthError | None = None
-
-    def codes(self) -> list[str]:
-        return [self.error.code] if self.error is not None and self.error.code else []
-
-
-def _health(body: bytes) -> _Health:
-    """Of a foreign worker nothing is known."""
-    try:
-        return msgspec.json.decode(body, type=_Health)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _Health()

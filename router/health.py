@@ -1,0 +1,230 @@
+"""Which workers live: one loop a worker, which owns `alive`, `fingerprint` and `reason`.
+
+A request that cannot connect may only report a worker dead. A dead one, one that drains for example, gets no new
+requests. Those that run there go on. A worker that does not answer a check is asked again at once. The second time it
+is silent: dead, and what it was asked is given up. One where nobody listens is dead, not silent: its connections have
+broken by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from common.config import Role, RouterConfig
+from common.errors import WorkerError
+from router.breaker import BreakerState, Verdict
+from router.client import REFUSED, UNREACHABLE, Network
+from router.worker import Source, Worker
+
+if TYPE_CHECKING:
+    from router.workers import Workers
+
+log = logging.getLogger("tandem.router")
+
+_SILENT_AFTER = 2
+_NO_CONNECTION = (REFUSED, UNREACHABLE)
+_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "unified": Role.UNIFIED, "null": Role.UNIFIED}
+PROBE_LIMIT_S = 20.0
+"""For one token, as at the nodes."""
+
+
+class HealthChecks:
+    """Of all workers of one router."""
+
+    def __init__(self, config: RouterConfig, workers: Workers, network: Network) -> None:
+        self._workers = workers
+        self._network = network
+        self._required = config.require_fingerprint
+        self._interval_s = config.health_interval_s
+        self._limit_s = config.liveness_timeout_s / _SILENT_AFTER
+        self._probe_after_s = config.idle_probe_interval_s
+        self._heartbeat_timeout_s = config.heartbeat_timeout_s
+        self._loops: dict[Worker, asyncio.Task[None]] = {}
+        self._probes: dict[Worker, asyncio.Task[None]] = {}
+
+    def watch(self, worker: Worker) -> None:
+        self._loops[worker] = asyncio.create_task(self._watch(worker))
+
+    def forget(self, worker: Worker) -> None:
+        """Its loop ends at its next turn when it is the one that calls."""
+        loop = self._loops.pop(worker, None)
+        if loop is not None and loop is not asyncio.current_task():
+            loop.cancel()
+
+    async def stop(self) -> None:
+        tasks = [*self._loops.values(), *self._probes.values()]
+        self._loops.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def report(self, worker: Worker, error: WorkerError) -> None:
+        """A request could not reach this worker, or lost it: dead at once if nobody listens, and asked again now."""
+        if error.code in _NO_CONNECTION:
+            self._mark_dead(worker, error.message)
+        worker.check_now.set()
+
+    async def _watch(self, worker: Worker) -> None:
+        while worker in self._loops:
+            await self._check(worker)
+            if 0 < worker.unanswered < _SILENT_AFTER:
+                continue
+            if self._is_gone(worker):
+                log.warning("%s worker %s has not registered again and is removed", worker.role.value, worker.url)
+                self._workers.remove(worker)
+                return
+            if self._is_idle(worker) and worker not in self._probes:
+                self._probes[worker] = asyncio.create_task(self._probe(worker))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await worker.check_now.wait()
+            worker.check_now.clear()
+
+    def _is_gone(self, worker: Worker) -> bool:
+        """It registers by itself, has not done so for long, and does not live either."""
+        late = time.monotonic() - worker.heard_s > self._heartbeat_timeout_s
+        return worker.source is Source.SELF and late and not worker.alive
+
+    async def _check(self, worker: Worker) -> None:
+        try:
+            answer = await self._network.send("GET", f"{worker.url}/health", limit_s=self._limit_s)
+            health = _health(await answer.read())
+            worker.unanswered = 0
+            if answer.status != 200:
+                self._mark_dead(worker, " ".join(["/health answered", str(answer.status), *health.codes()]))
+            elif not worker.alive or health.instance != worker.instance:
+                await self._welcome(worker, health.instance)
+        except WorkerError as error:
+            self._on_no_answer(worker, error)
+
+    def _on_no_answer(self, worker: Worker, error: WorkerError) -> None:
+        worker.unanswered = 0 if error.code == REFUSED else worker.unanswered + 1
+        if error.code in _NO_CONNECTION or worker.unanswered >= _SILENT_AFTER:
+            self._mark_dead(worker, error.message)
+        if worker.unanswered == _SILENT_AFTER:
+            self._workers.on_silence(worker, WorkerError("it does not answer", code="worker_silent"))
+
+    async def _welcome(self, worker: Worker, instance: str | None) -> None:
+        """Ask a worker that has just come up, or come back as another process, what it is before it gets requests."""
+        worker.alive, worker.reason = False, "asked what it is"
+        info = await self.ask(worker.url)
+        if info.node_role is not None and info.node_role is not worker.role:
+            self._on_other_role(worker, info)
+            return
+        if instance is None or instance != worker.instance:
+            worker.breaker.reset()
+        worker.fingerprint, worker.handoff, worker.num_ranks = info.fingerprint, info.handoff, info.dp_size
+        worker.resumes, worker.instance = info.resumes_answers, instance
+        if refusal := why_refused(info.fingerprint, self._required):
+            self._mark_dead(worker, refusal)
+            return
+        worker.alive, worker.reason = True, ""
+        log.info("%s worker %s is alive (state layout %s)", worker.role.value, worker.url, worker.fingerprint)
+        self._workers.log_new_mismatches()
+
+    def _on_other_role(self, worker: Worker, info: ServerInfo) -> None:
+        """Its node was started again as something else."""
+        role = info.node_role
+        if role is Role.UNIFIED or (role is Role.PREFILL and info.bootstrap_port is None):
+            self._mark_dead(worker, f"it is a {info.role or info.disaggregation_mode} node, not {worker.role.value}")
+        elif role is not None:
+            log.info("%s worker %s is a %s worker now", worker.role.value, worker.url, role.value)
+            self._workers.move(worker, role, info.bootstrap_port)
+
+    async def ask(self, url: str) -> ServerInfo:
+        """What a worker says of itself; nothing when it answers something else. Raises WorkerError."""
+        answer = await self._network.send("GET", f"{url}/server_info", limit_s=self._limit_s)
+        body = await answer.read()
+        return _server_info(body) if answer.status == 200 else ServerInfo()
+
+    def _mark_dead(self, worker: Worker, reason: str) -> None:
+        if worker.alive or worker.reason != reason:
+            level = logging.WARNING if worker.alive else logging.INFO
+            log.log(level, "%s worker %s is not alive: %s", worker.role.value, worker.url, reason)
+        worker.alive, worker.reason = False, reason
+
+    # One token now and then
+
+    def _is_idle(self, worker: Worker) -> bool:
+        idle_s = time.monotonic() - worker.used_s
+        is_due = 0 < self._probe_after_s <= idle_s and worker.num_legs == 0 and not worker.is_leaving
+        return is_due and worker.alive and worker.breaker.state is not BreakerState.OPEN
+
+    async def _probe(self, worker: Worker) -> None:
+        """/health_generate of a worker that nobody has asked anything for long; a failure counts as a request's."""
+        try:
+            reason = await self._make_token(worker)
+            worker.used_s = time.monotonic()
+            self._workers.on_verdict(worker, None, Verdict.BAD if reason else Verdict.GOOD, reason)
+        finally:
+            self._probes.pop(worker, None)
+
+    async def _make_token(self, worker: Worker) -> str:
+        """Why it could not; empty when it could."""
+        try:
+            answer = await self._network.send("GET", f"{worker.url}/health_generate", limit_s=PROBE_LIMIT_S)
+            await answer.read()
+        except WorkerError as error:
+            return f"/health_generate: {error.message}"
+        return "" if answer.status < 500 else f"/health_generate answered {answer.status}"
+
+
+def why_refused(fingerprint: str | None, required: str | None) -> str:
+    """Empty when this state layout may serve here."""
+    if required is None or fingerprint == required:
+        return ""
+    return f"it has state layout {fingerprint}, --require-fingerprint is {required}"
+
+
+class ServerInfo(msgspec.Struct):
+    """Of a worker, as far as the router reads it. role, disaggregation_mode: the same, ours and SGLang's."""
+
+    fingerprint: str | None = None
+    handoff: str | None = None
+    resumes_answers: bool = False
+    role: str | None = None
+    disaggregation_mode: str | None = None
+    bootstrap_port: int | None = None
+    disaggregation_bootstrap_port: int | None = None
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        self.bootstrap_port = self.bootstrap_port or self.disaggregation_bootstrap_port
+
+    @property
+    def node_role(self) -> Role | None:
+        """None when it tells none."""
+        return _ROLES.get(self.role or self.disaggregation_mode or "")
+
+
+def _server_info(body: bytes) -> ServerInfo:
+    try:
+        return msgspec.json.decode(body, type=ServerInfo)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ServerInfo()
+
+
+class _HealthError(msgspec.Struct):
+    code: str | None = None
+
+
+class _Health(msgspec.Struct):
+    instance: str | None = None
+    error: _HealthError | None = None
+
+    def codes(self) -> list[str]:
+        return [self.error.code] if self.error is not None and self.error.code else []
+
+
+def _health(body: bytes) -> _Health:
+    """Of a foreign worker nothing is known."""
+    try:
+        return msgspec.json.decode(body, type=_Health)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _Health()

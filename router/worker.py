@@ -1,0 +1,136 @@
+"""One worker as the router sees it, and how it is described."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hashlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from common.config import Role, WorkerAddress
+from common.errors import ConfigError
+from router.breaker import Breaker, BreakerState
+
+MAX_URL_CHARACTERS = 2048
+
+
+class Source(enum.StrEnum):
+    """How a worker came: named on the command line, added by an administrator, or registered by itself."""
+
+    FLAG = "flag"
+    ADDED = "added"
+    SELF = "self"
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Worker:
+    """One node as the router sees it.
+
+    host: what the other leg calls it by (of a prefill worker: where its rooms are opened). fingerprint: of its state
+    layout, handoff: how it hands state over; None while unknown or when it publishes none. resumes: whether it goes on
+    with answers that others began. instance: of the process, None when it tells none. reason: why it is not alive.
+    unanswered: checks in a row. num_legs: that run there; used_s: when the last one began or ended. is_leaving: it gets
+    no requests and is removed when it has no leg any more. heard_s: when it last registered, if it does that itself.
+    ejected_until_s: it is much slower than its peers and gets no requests until then; ejections: how often, of late.
+    """
+
+    role: Role
+    url: str
+    host: str
+    bootstrap_port: int | None
+    source: Source = Source.FLAG
+    since_unix_s: float = field(default_factory=time.time)
+    alive: bool = False
+    fingerprint: str | None = None
+    handoff: str | None = None
+    resumes: bool = False
+    num_ranks: int = 1
+    instance: str | None = None
+    reason: str = "not checked yet"
+    unanswered: int = 0
+    num_legs: int = 0
+    used_s: float = field(default_factory=time.monotonic)
+    is_leaving: bool = False
+    heard_s: float = field(default_factory=time.monotonic)
+    ejected_until_s: float = 0.0
+    ejections: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
+    check_now: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def id(self) -> str:
+        """For paths, where a URL does not fit."""
+        return hashlib.sha256(self.url.encode()).hexdigest()[:12]
+
+    @property
+    def is_ejected(self) -> bool:
+        return time.monotonic() < self.ejected_until_s
+
+    @property
+    def is_in_service(self) -> bool:
+        """Whether it is meant to get requests."""
+        is_open = self.breaker.state is BreakerState.OPEN
+        return self.alive and not self.is_leaving and not self.is_ejected and not is_open
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a leg may be opened there now: a half-open one tries one at a time."""
+        return self.is_in_service and self.breaker.allows
+
+    @property
+    def state(self) -> str:
+        """draining, dead, open, half_open, ejected or alive."""
+        if self.is_leaving:
+            return "draining"
+        if not self.alive:
+            return "dead"
+        if self.breaker.state is not BreakerState.CLOSED:
+            return self.breaker.state.value
+        return "ejected" if self.is_ejected else "alive"
+
+    def fits(self, other: Worker) -> bool:
+        """Whether these two can hand over state."""
+        return (self.fingerprint, self.handoff) == (other.fingerprint, other.handoff)
+
+    def describe(self) -> dict[str, Any]:
+        state = {"role": self.role.value, "url": self.url, "alive": self.alive, "fingerprint": self.fingerprint}
+        return state if self.alive else state | {"reason": self.reason}
+
+    def details(self) -> dict[str, Any]:
+        """All of it, for an administrator."""
+        return self.describe() | {
+            "id": self.id,
+            "state": self.state,
+            "source": self.source.value,
+            "since": round(self.since_unix_s, 3),
+            "bootstrap_port": self.bootstrap_port,
+            "ranks": self.num_ranks,
+            "requests": self.num_legs,
+            "handoff": self.handoff,
+            "instance": self.instance,
+            "breaker": self.breaker.describe(),
+        }
+
+
+def make_worker(role: Role, address: WorkerAddress) -> Worker:
+    """Raises ConfigError for what is no http URL."""
+    host = url_host(address.url)
+    if host is None:
+        raise ConfigError(f"--{role.value} {address.url}: a URL such as http://127.0.0.1:30001", param=role.value)
+    return Worker(role, address.url.rstrip("/"), host, address.bootstrap_port)
+
+
+def url_host(url: str) -> str | None:
+    """None for what is no http URL of a server."""
+    if len(url) > MAX_URL_CHARACTERS or not url.isascii() or not url.isprintable() or " " in url:
+        return None
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return None
+    is_server = parts.scheme in ("http", "https") and port != 0 and "@" not in parts.netloc
+    return parts.hostname if is_server and not parts.query and not parts.fragment else None
