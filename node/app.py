@@ -89,7 +89,7 @@ def create_app(node: ServingNode) -> FastAPI:
     # The token path goes past FastAPI's parameter machinery: the endpoint gets the raw request.
     app.add_route("/generate", generator.respond, methods=["POST"])
     openai.add_to(app)
-    _add_errors(app)
+    _add_errors(app, node)
     _add_health(app, node)
     _add_info(app, node)
     _add_accounts(app, node, generator)
@@ -97,9 +97,10 @@ def create_app(node: ServingNode) -> FastAPI:
     return app
 
 
-def _add_errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI, node: ServingNode) -> None:
     @app.exception_handler(ServingError)
     async def serving_error(request: Request, error: ServingError) -> Response:
+        node.client.meter.http_errors[error.code] += 1
         return error_response(error)
 
     @app.exception_handler(HTTPException)
@@ -195,7 +196,11 @@ def _add_accounts(app: FastAPI, node: ServingNode, generator: Generator) -> None
         found = await _ask_each(node, "state")
         states = [None if isinstance(state, ServingError) else state for state in found]
         text = exposition(
-            node.config.role.value, states, num_unanswered=client.num_unanswered, is_draining=client.is_draining
+            node.config.role,
+            states,
+            meter=client.meter,
+            num_unanswered=client.num_unanswered,
+            is_draining=client.is_draining,
         )
         return Response(text, media_type=CONTENT_TYPE)
 

@@ -1,7 +1,7 @@
 """GET /metrics: the ranks' state and the front's own, in Prometheus's text format.
 
-Nothing is counted here: values are taken from the `state` of each rank at the time of the scrape. A rank that cannot
-tell it is `tandem_rank_up 0` and has no other values.
+Nothing is counted here: values are taken from the `state` of each rank at the time of the scrape, and from the front's
+`Meter`. A rank that cannot tell its state is `tandem_rank_up 0` and has no values of it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from common.config import Role
+from common.histogram import Histogram
+from node.meter import Meter
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -114,6 +118,7 @@ COUNTERS: tuple[Value | Split, ...] = (
         "tandem_handoffs", "Rooms since the start by what became of them", "outcome", "transfer.rooms_total", OUTCOMES
     ),
     Split("tandem_transfer_bytes", "Bytes of hand-offs that succeeded", "part", "transfer.bytes", PARTS),
+    Split("tandem_transfer_seconds", "Time of a prefill rank's writes, by what they wrote", "part", "transfer.seconds", PARTS),
     Split(
         "tandem_digest_mismatches",
         "Parts that did not arrive intact",
@@ -126,7 +131,9 @@ COUNTERS: tuple[Value | Split, ...] = (
 )
 
 
-def exposition(role: str, states: Sequence[State | None], *, num_unanswered: int, is_draining: bool) -> bytes:
+def exposition(
+    role: Role, states: Sequence[State | None], *, meter: Meter, num_unanswered: int, is_draining: bool
+) -> bytes:
     """states: one a rank, None of one that cannot tell it. The rest is the front's."""
     families: list[Metric] = [
         _of_node("tandem_requests_unanswered", "Sequences whose requests wait for something", role, num_unanswered),
@@ -135,9 +142,45 @@ def exposition(role: str, states: Sequence[State | None], *, num_unanswered: int
     ]
     families += [_fill(GaugeMetricFamily, source, role, states) for source in GAUGES]
     families += [_fill(CounterMetricFamily, source, role, states) for source in COUNTERS]
+    families += _measured(role, meter, len(states))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(families))
     return generate_latest(registry)
+
+
+def _measured(role: Role, meter: Meter, num_ranks: int) -> list[Metric]:
+    """A prefill node's answer holds its token back until the hand-off is over, so it tells no times of tokens."""
+    meters = [meter.ranks[rank] for rank in range(num_ranks)]
+    errors = CounterMetricFamily("tandem_http_errors", "Requests answered with an error", labels=["role", "code"])
+    for code, count in meter.http_errors.items():
+        errors.add_metric([role, code], count)
+    failures = CounterMetricFamily(
+        "tandem_failures", "Sequences that ended with an error", labels=["role", "rank", "code"]
+    )
+    phases = HistogramMetricFamily(
+        "tandem_phase_seconds", "Parts of a request that this node did", labels=["role", "rank", "phase"]
+    )
+    whole = HistogramMetricFamily("tandem_request_seconds", "From arrival to the end", labels=["role", "rank"])
+    first = HistogramMetricFamily(
+        "tandem_time_to_first_token_seconds", "From a request's arrival to its first token", labels=["role", "rank"]
+    )
+    between = HistogramMetricFamily(
+        "tandem_inter_token_seconds", "Between two tokens of a sequence", labels=["role", "rank"]
+    )
+    for rank, each in enumerate(meters):
+        labels = [role, str(rank)]
+        for code, count in each.failures.items():
+            failures.add_metric([*labels, code], count)
+        for phase, histogram in each.phases.items():
+            _add(phases, [*labels, phase], histogram)
+        _add(whole, labels, each.whole)
+        _add(first, labels, each.first_token)
+        _add(between, labels, each.between_tokens)
+    return [errors, failures, phases, whole, *(() if role is Role.PREFILL else (first, between))]
+
+
+def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    family.add_metric(labels, buckets=histogram.buckets(), sum_value=histogram.sum)
 
 
 class _Families(Collector):
@@ -148,13 +191,13 @@ class _Families(Collector):
         return self._families
 
 
-def _of_node(name: str, text: str, role: str, value: int) -> Metric:
+def _of_node(name: str, text: str, role: Role, value: int) -> Metric:
     family = GaugeMetricFamily(name, text, labels=["role"])
     family.add_metric([role], int(value))
     return family
 
 
-def _up(role: str, states: Sequence[State | None]) -> Metric:
+def _up(role: Role, states: Sequence[State | None]) -> Metric:
     family = GaugeMetricFamily("tandem_rank_up", "Whether the rank answers", labels=["role", "rank"])
     for rank, state in enumerate(states):
         family.add_metric([role, str(rank)], int(state is not None))
@@ -164,7 +207,7 @@ def _up(role: str, states: Sequence[State | None]) -> Metric:
 def _fill(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
     source: Value | Split,
-    role: str,
+    role: Role,
     states: Sequence[State | None],
 ) -> Metric:
     own = [source.label] if isinstance(source, Split) else []

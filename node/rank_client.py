@@ -44,6 +44,7 @@ from node.messages import (
     from_rank_decoder,
     to_rank_encoder,
 )
+from node.meter import Meter
 from node.processes import cpu_seconds
 
 log = logging.getLogger(__name__)
@@ -92,8 +93,8 @@ class Mailbox:
 
 
 class Running(msgspec.Struct, kw_only=True):
-    """One sequence at a rank, since since_s. group: the rid that its client gave to several. heard_s: last word of the
-    rank on it.
+    """One sequence at a rank, since since_s; its request arrived at arrival_s. group: the rid that its client gave to
+    several. heard_s: last word of the rank on it. token_s: when its last token came, 0 before the first.
 
     ending: the rank was asked to end it. told: the mailbox has its failure already. ended: set when it runs no more.
     """
@@ -104,7 +105,9 @@ class Running(msgspec.Struct, kw_only=True):
     rank: int
     mailbox: Mailbox
     since_s: float
+    arrival_s: float
     heard_s: float
+    token_s: float = 0.0
     ending: bool = False
     told: bool = False
     ended: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
@@ -156,6 +159,7 @@ class RankClient:
         self._watcher: asyncio.TimerHandle | None = None
         self._refusal: ServingError | None = None
         self._all_answered = asyncio.Event()
+        self.meter = Meter()
 
     # -- life of the connection --------------------------------------------------------------------
 
@@ -344,7 +348,14 @@ class RankClient:
     def _add(self, submit: Submit, mailbox: Mailbox, group: str | None, rank: int, now: float) -> None:
         room = None if submit.room is None else submit.room.room
         self._running[submit.rid] = Running(
-            rid=submit.rid, group=group, room=room, rank=rank, mailbox=mailbox, since_s=now, heard_s=now
+            rid=submit.rid,
+            group=group,
+            room=room,
+            rank=rank,
+            mailbox=mailbox,
+            since_s=now,
+            arrival_s=submit.arrival_s,
+            heard_s=now,
         )
         self._load[rank] += 1
         if room is not None:
@@ -421,6 +432,10 @@ class RankClient:
         if entry is None:  # the rank made it before it read our abort
             return
         entry.heard_s = now
+        if isinstance(item, Update):
+            self.meter.on_update(entry, item, now)
+        elif not entry.told:
+            self.meter.on_failure(entry, item)
         if is_last:
             self._forget(entry)
         if not entry.told:
@@ -457,7 +472,9 @@ class RankClient:
     def _tell(self, entry: Running, record: ErrorRecord) -> None:
         if not entry.told:
             entry.told = True
-            entry.mailbox.put(Failure(rid=entry.rid, error=record))
+            failure = Failure(rid=entry.rid, error=record)
+            self.meter.on_failure(entry, failure)
+            entry.mailbox.put(failure)
             self._note_answered()
 
     def _fail_queries(self, error: ServingError, rank: int) -> None:

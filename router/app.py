@@ -25,7 +25,7 @@ from common.errors import ConfigError, ServingError
 from common.http_server import LimitedProtocol, error_response, http_error_response
 from common.keys import Key, KeyRing
 from common.net import is_loopback
-from router import control
+from router import control, observe
 from router.guard import Door, Guard, terms_of
 from router.request import parse_generate
 from router.settings import check_keys, check_router_config, listener_tls
@@ -59,7 +59,7 @@ def create_app(config: RouterConfig, keys: KeyRing | None = None) -> FastAPI:
     # First, and without the framework's request parsing: this one is on the path of every token.
     app.router.routes.insert(0, Route("/generate", Generate(), methods=["POST"]))
     app.router.routes.append(Route("/health_generate", HealthGenerate(), methods=["GET"]))
-    for path, methods, endpoint in control.ROUTES:
+    for path, methods, endpoint in (*control.ROUTES, *observe.ROUTES):
         app.router.routes.append(Route(path, endpoint, methods=methods))
     door = Door(is_local=is_loopback(config.host), admin_port=config.admin_port)
     app.add_middleware(Guard, keys=keys, door=door, timeout_s=config.request_timeout_s)

@@ -34,6 +34,7 @@ from router.legs import Leg, LegFailed
 from router.record import Recorder, RequestRecord
 from router.reply import DONE_EVENT, Reply, Sent, resume_field
 from router.request import GenerateRequest
+from router.request_log import request_log
 from router.workers import Pair, Worker, Workers
 
 log = logging.getLogger("tandem.router")
@@ -67,7 +68,7 @@ class Dispatcher:
         self.network = network
         self.in_flight = InFlight()
         self.counters = Counters()
-        self.recorder = Recorder()
+        self.recorder = Recorder(request_log(config.request_log))
         self.admission = Admission(config)
         self._closed: ServingError | None = None
         self._exchanges: set[Exchange] = set()
@@ -160,6 +161,10 @@ class Dispatcher:
                 while self._exchanges:
                     self._idle.clear()
                     await self._idle.wait()
+
+    @property
+    def is_draining(self) -> bool:
+        return self._closed is not None
 
     @property
     def num_running(self) -> int:

@@ -12,8 +12,9 @@ import contextlib
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from router.workers import Pair
 
 MAX_RECENT = 200
+ENDPOINTS = frozenset(["/generate", "/v1/completions", "/v1/chat/completions"])
+"""Whose requests are counted."""
 _OK = "ok"
 _OTHER = "other"
 _MAX_CODES = 100
@@ -138,6 +141,10 @@ class RequestRecord:
     timing: Timing | None = None
     transfer_bytes: dict[str, int] = field(default_factory=dict)
 
+    def on_admitted(self) -> None:
+        """It waits no more."""
+        self.admitted_s = time.monotonic()
+
     def on_open(self, pair: Pair) -> None:
         """The legs of a try open."""
         self.opened_s = time.monotonic()
@@ -178,7 +185,7 @@ class RequestRecord:
 
     @property
     def queue_s(self) -> float | None:
-        """At the router: from its arrival until its legs opened, or it was refused."""
+        """What it waited at the router."""
         return None if self.admitted_s is None else self.admitted_s - self.arrived_s
 
     @property
@@ -277,10 +284,18 @@ class Totals:
             self.completion_length.observe(record.completion_tokens)
 
 
-class Recorder:
-    """Owns the records of one router: those that run and the last `MAX_RECENT` that have ended."""
+def _ignore(_: RequestRecord) -> None:
+    """Told to nobody."""
 
-    def __init__(self) -> None:
+
+class Recorder:
+    """Owns the records of one router: those that run and the last `MAX_RECENT` that have ended.
+
+    on_end: told of each that has ended.
+    """
+
+    def __init__(self, on_end: Callable[[RequestRecord], None] = _ignore) -> None:
+        self._on_end = on_end
         self.totals = Totals()
         self.started_s = time.monotonic()
         self.running: set[RequestRecord] = set()
@@ -312,11 +327,16 @@ class Recorder:
 
     def refused(self, endpoint: str, error: ServingError) -> None:
         """A request was answered with this error before it had a record: its body, key or size was refused. Does
-        nothing when it had one. endpoint: one of the router's own paths."""
-        if error not in self._recorded:
+        nothing when it had one, or when it asked for no answer of a model."""
+        if endpoint in ENDPOINTS and error not in self._recorded:
             code = self._known(error.code)
             self.totals.requests[endpoint, code] += 1
             self.totals.rejected[code] += 1
+
+    def listing(self, now: float, limit: int) -> list[dict[str, Any]]:
+        """At most `limit` records, the newest first; those that run are before those that have ended."""
+        running = sorted(self.running, key=lambda record: record.arrived_s, reverse=True)
+        return [record.describe(now) for record in islice(chain(running, reversed(self.recent)), limit)]
 
     def _end(self, record: RequestRecord) -> None:
         record.last_byte_s = time.monotonic()
@@ -326,6 +346,7 @@ class Recorder:
         self.totals.add(record, code)
         if record.opened_s is None:
             self.totals.rejected[code] += 1
+        self._on_end(record)
 
     def _known(self, code: str) -> str:
         """A code fit for a label: workers of others may say anything, and each new label is kept for ever."""

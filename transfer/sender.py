@@ -113,6 +113,7 @@ class PrefillTransfer:
         self._reopened = False
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {}
         key = read_key(config.cluster_key_file)
         self._server = FrameServer(
             config.host, port, key, self._identity.hello, config.bootstrap_timeout_s, self._serve
@@ -189,6 +190,7 @@ class PrefillTransfer:
                 "rooms": dict(Counter(entry.state.value for entry in self._rooms.values())),
                 "rooms_total": dict(self._counts),
                 "bytes": dict(self._bytes),
+                "seconds": dict(self._seconds),
                 "peers": [peer.link.peer.node_id for peer in self._peers],
                 "peers_silent": sum(peer.link.silent for peer in self._peers),
             }
@@ -554,10 +556,16 @@ class PrefillTransfer:
                 self._say_landed(entry, posting, landing)
                 landing = done
             flight.land()
+        self._add_seconds(flight.seconds)
         if isinstance(jobs[-1], Finish):
             self._send_commit(entry, posting)
         else:
             self._say_landed(entry, posting, landing)
+
+    def _add_seconds(self, seconds: dict[str, float]) -> None:
+        with self._lock:
+            for part, more in seconds.items():
+                self._seconds[part] = self._seconds.get(part, 0.0) + more
 
     def _say_landed(self, entry: Room, posting: Posting, done: Round | None) -> None:
         if done is not None and done.blocks and self._reader is not None and entry.live and entry.peer is not None:

@@ -90,3 +90,13 @@ def test_a_bug_of_ours_meanwhile_leaves_no_doubt() -> None:
         flight.begin(blocks(1))
         raise ZeroDivisionError
     assert transport.log == ["begin 1", "land 1"] and not room.unsure
+
+
+def test_the_time_of_a_write_is_divided_by_the_bytes_of_its_parts() -> None:
+    _, _, flight = start()
+    with flight:
+        flight.begin([Block(0, 0, 100, "kv"), Block(0, 0, 200, "ssm"), Block(0, 0, 100, "ssm")])
+        flight.begin(blocks(0))
+        flight.land()
+    assert flight.seconds.keys() == {"kv", "ssm"} and flight.seconds["kv"] > 0
+    assert flight.seconds["ssm"] == pytest.approx(3 * flight.seconds["kv"])

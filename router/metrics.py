@@ -1,0 +1,114 @@
+"""GET /metrics of the router, in Prometheus's text format. Nothing is counted here: values are taken from the records'
+totals, from the dispatcher and from the workers at the time of the scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from common.histogram import Histogram
+from router.dispatch import Dispatcher
+from router.record import Totals
+from router.workers import Worker
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_PREFIX = "tandem_router_"
+_PARTS = ("kv", "conv", "ssm", "track")
+
+
+def exposition(dispatcher: Dispatcher) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(families(dispatcher)))
+    return generate_latest(registry)
+
+
+class _Families(Collector):
+    def __init__(self, found: Iterable[Metric]) -> None:
+        self._found = list(found)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._found
+
+
+def families(dispatcher: Dispatcher) -> Iterator[Metric]:
+    totals = dispatcher.recorder.totals
+    yield from _now(dispatcher)
+    yield from _counters(totals)
+    yield from _histograms(totals)
+    yield from _workers(dispatcher.workers.all)
+
+
+def _now(dispatcher: Dispatcher) -> Iterator[Metric]:
+    running = dispatcher.recorder.running
+    num_waiting = sum(record.opened_s is None for record in running)
+    yield _gauge("requests_in_flight", "Requests that have no answer yet, those that wait included", len(running))
+    yield _gauge("queue_length", "Requests that wait at the router", num_waiting)
+    yield _gauge("draining", "Whether the router takes nothing new because it is about to end", dispatcher.is_draining)
+
+
+def _counters(totals: Totals) -> Iterator[Metric]:
+    requests = CounterMetricFamily(_PREFIX + "requests", "Requests that have ended", labels=["endpoint", "code"])
+    for (endpoint, code), count in totals.requests.items():
+        requests.add_metric([endpoint, code], count)
+    yield requests
+    yield _counter("rejected", "Requests that were refused before any leg was opened", "code", totals.rejected)
+    for name, text, value in (
+        ("retries", "More tries of requests, from their start", totals.retries),
+        ("resumes", "Streams that went on at other workers", totals.resumes),
+        ("prompt_tokens", "Tokens of the prompts of answered requests", totals.prompt_tokens),
+        ("cached_tokens", "Those of them that were not computed", totals.cached_tokens),
+        ("completion_tokens", "Tokens of answers", totals.completion_tokens),
+    ):
+        family = CounterMetricFamily(_PREFIX + name, text)
+        family.add_metric([], value)
+        yield family
+    parts = dict.fromkeys(_PARTS, 0) | totals.transfer_bytes
+    yield _counter("transfer_bytes", "Bytes of state that crossed for answered requests", "part", parts)
+
+
+def _histograms(totals: Totals) -> Iterator[Metric]:
+    for name, text, histogram in (
+        ("queue_seconds", "From a request's arrival until its legs are opened", totals.wait_s),
+        ("time_to_first_token_seconds", "From a request's arrival to the first byte of its stream", totals.ttft_s),
+        ("inter_token_seconds", "Mean gap between the tokens of a stream of one sequence", totals.itl_s),
+        ("request_seconds", "From a request's arrival to the end of its answer", totals.e2e_s),
+        ("prompt_length_tokens", "Prompts of answered requests", totals.prompt_length),
+        ("completion_length_tokens", "Answers", totals.completion_length),
+    ):
+        family = HistogramMetricFamily(_PREFIX + name, text)
+        _add(family, [], histogram)
+        yield family
+    phases = HistogramMetricFamily(_PREFIX + "phase_seconds", "Parts of a request, by the nodes", labels=["phase"])
+    for name, histogram in totals.timing_s.items():
+        _add(phases, [name.removesuffix("_s")], histogram)
+    yield phases
+
+
+def _workers(workers: Iterable[Worker]) -> Iterator[Metric]:
+    up = GaugeMetricFamily(_PREFIX + "worker_up", "Whether a worker may get requests", labels=["role", "worker"])
+    legs = GaugeMetricFamily(_PREFIX + "worker_legs", "Legs that run at a worker", labels=["role", "worker"])
+    for worker in workers:
+        labels = [worker.role.value, worker.url]
+        up.add_metric(labels, int(worker.alive))
+        legs.add_metric(labels, worker.num_legs)
+    yield from (up, legs)
+
+
+def _gauge(name: str, text: str, value: int) -> Metric:
+    family = GaugeMetricFamily(_PREFIX + name, text)
+    family.add_metric([], int(value))
+    return family
+
+
+def _counter(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(_PREFIX + name, text, labels=[label])
+    for value, count in values.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _add(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    family.add_metric(labels, buckets=histogram.buckets(), sum_value=histogram.sum)

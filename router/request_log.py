@@ -1,0 +1,71 @@
+"""One line a request on stderr, when it has ended: what it was and where its time went, never what it said."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from common.logs import QuickLog
+from router.record import RequestRecord, Timing
+
+FORMATS = ("text", "json", "off")
+_UNKNOWN = Timing()
+_encode = msgspec.json.Encoder().encode
+
+Write = Callable[[RequestRecord], None]
+
+
+def request_log(form: str) -> Write:
+    """form: text (a line of the log, `name=value`), json (an object a line, without the log's prefix) or off."""
+    match form:
+        case "text":
+            quick = QuickLog("router", "tandem.request")
+            return partial(_write_text, quick) if quick.is_enabled else _write_nothing
+        case "json":
+            return _write_json
+        case "off":
+            return _write_nothing
+        case unknown:
+            raise AssertionError(f"unknown form of the request log: {unknown}")
+
+
+def _write_text(log: QuickLog, record: RequestRecord) -> None:
+    log.info(text_line(record))
+
+
+def _write_json(record: RequestRecord) -> None:
+    sys.stderr.write(json_line(record))
+
+
+def _write_nothing(_: RequestRecord) -> None:
+    """Nobody wants to know."""
+
+
+def text_line(record: RequestRecord) -> str:
+    timing = record.timing or _UNKNOWN
+    times = (
+        f"e2e={record.e2e_s or 0:.4f} wait={record.queue_s or 0:.4f} first_byte={record.ttft_s or 0:.4f} "
+        f"queue={timing.queue_s:.4f} prefill={timing.prefill_s:.4f} transfer={timing.transfer_s:.4f} "
+        f"decode={timing.decode_s:.4f}"
+    )
+    return (
+        f"id={_plain(record.rid)} endpoint={record.endpoint} stream={record.stream:d} status={record.status} "
+        f"code={_plain(record.code)} sequences={record.num_sequences} prompt_tokens={record.prompt_tokens} "
+        f"cached_tokens={record.cached_tokens} completion_tokens={record.completion_tokens} {times} "
+        f"transfer_bytes={sum(record.transfer_bytes.values())} retries={record.retries} resumes={record.resumes} "
+        f"prefill_node={record.prefill or '-'} decode_node={record.decode or '-'}"
+    )
+
+
+def json_line(record: RequestRecord) -> str:
+    return _encode(record.describe(time.monotonic())).decode() + "\n"
+
+
+def _plain(value: str) -> str:
+    """What others chose, as one word: with quotes and escapes unless it is one."""
+    is_word = value.isascii() and value.isprintable() and " " not in value and '"' not in value
+    return value if is_word else _encode(value).decode().replace(" ", "\\u0020")
