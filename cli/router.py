@@ -9,10 +9,12 @@ from typing import Any
 
 import click
 
+from cli.guard_options import protection_options
 from cli.lifeline import die_with_parent, parent_pid_option
 from cli.settings import LOG_LEVELS
 from common.config import RouterConfig, WorkerAddress
 from common.errors import ConfigError
+from common.keys import Key, KeyRole, make_key
 
 PREFILL_USAGE = "--prefill takes a URL and the node's bootstrap port (1 to 65535)"
 
@@ -63,6 +65,15 @@ def _bootstrap_port(value: str) -> int:
 )
 @click.option("--max-body-bytes", type=int, default=RouterConfig().max_body_bytes, show_default=True)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
+@click.option(
+    "--request-log",
+    type=click.Choice(["text", "json", "off"]),
+    default=RouterConfig().request_log,
+    show_default=True,
+    help="A line on stderr for each request: never a prompt, an answer or a key",
+)
+@click.option("--otlp-endpoint", metavar="URL", help="Where OpenTelemetry traces go (OTLP over HTTP); none by default")
+@protection_options
 @click.option("--pd-disaggregation", is_flag=True, hidden=True, help="Always so; accepted for SGLang's command lines")
 @parent_pid_option
 def router(
@@ -75,6 +86,8 @@ def router(
     upload_timeout: float,
     log_level: str,
     pd_disaggregation: bool,
+    api_key: str | None,
+    admin_api_key: str | None,
     parent_pid: int | None,
     **values: Any,
 ) -> None:
@@ -97,7 +110,13 @@ def router(
     die_with_parent(parent_pid)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_quietly)
-    serve(config)
+    serve(config, _given_keys(api_key, admin_api_key))
+
+
+def _given_keys(user: str | None, admin: str | None) -> list[Key]:
+    """Those that came without a file. Raises ConfigError."""
+    given = ((KeyRole.USER, user, "--api-key"), (KeyRole.ADMIN, admin, "--admin-api-key"))
+    return [make_key(role, secret, option) for role, secret, option in given if secret is not None]
 
 
 def _exit_quietly(*_: object) -> None:
