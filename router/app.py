@@ -9,7 +9,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -25,9 +25,10 @@ from common.errors import ConfigError, ServingError
 from common.http_server import LimitedProtocol, error_response, http_error_response
 from common.keys import Key, KeyRing
 from common.net import is_loopback
-from router import control, observe
+from router import control, observe, openai
 from router.guard import Door, Guard, terms_of
-from router.request import parse_generate
+from router.openai import CHAT, TEXT, parse_chat, parse_completion
+from router.request import GENERATE, GenerateRequest, parse_generate
 from router.settings import check_keys, check_router_config, listener_tls
 from router.state import Router
 
@@ -57,9 +58,10 @@ def create_app(config: RouterConfig, keys: KeyRing | None = None) -> FastAPI:
 
     app = FastAPI(title="Tandem router", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     # First, and without the framework's request parsing: this one is on the path of every token.
-    app.router.routes.insert(0, Route("/generate", Generate(), methods=["POST"]))
+    for path, parse in ((GENERATE, parse_generate), (CHAT, parse_chat), (TEXT, parse_completion)):
+        app.router.routes.insert(0, Route(path, Generate(parse), methods=["POST"]))
     app.router.routes.append(Route("/health_generate", HealthGenerate(), methods=["GET"]))
-    for path, methods, endpoint in (*control.ROUTES, *observe.ROUTES):
+    for path, methods, endpoint in (*control.ROUTES, *observe.ROUTES, *openai.ROUTES):
         app.router.routes.append(Route(path, endpoint, methods=methods))
     door = Door(is_local=is_loopback(config.host), admin_port=config.admin_port)
     app.add_middleware(Guard, keys=keys, door=door, timeout_s=config.request_timeout_s)
@@ -177,15 +179,18 @@ def _listen(host: str, port: int, prefix: str = "") -> socket.socket:
         raise ConfigError(f"--{setting} {value}: {reason}", param=setting.replace("-", "_")) from error
 
 
-# /generate
+# What goes to a pair of workers
 
 
 class Generate:
-    """POST /generate as a bare ASGI application."""
+    """POST /generate, or an OpenAI endpoint, as a bare ASGI application. parse: reads its bodies."""
+
+    def __init__(self, parse: Callable[[bytes], GenerateRequest]) -> None:
+        self._parse = parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router: Router = scope["app"].state.router
-        request = parse_generate(await router.read_body(scope, receive))
+        request = self._parse(await router.read_body(scope, receive))
         await router.dispatcher.generate(request, receive, send, terms_of(scope))
 
 

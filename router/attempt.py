@@ -14,9 +14,9 @@ from router.client import LOST, Answer
 from router.events import WholeEvents, split_events
 from router.leg_outcome import LegEnd
 from router.legs import Answered, Leg, LegFailed
-from router.logprobs import PromptLogprobs
+from router.logprobs import Merger, merger
 from router.record import read_finals
-from router.reply import DONE_EVENT, Reply, Sent, is_finished
+from router.reply import DONE_EVENT, Reply, Sent
 from router.request import GenerateRequest
 
 _LINGER_S = 5.0
@@ -88,7 +88,7 @@ class Attempt:
         except ServingError as error:
             raise LegFailed.of(error) from error
         except LegFailed:
-            if not self._is_complete():
+            if not self._sent.is_complete(self._request):
                 raise
             await self._reply.write(b"" if self._sent.is_done else DONE_EVENT, more=False)
         finally:
@@ -102,6 +102,8 @@ class Attempt:
         if whole:
             await self._reply.start(200, answer.content_type)
             await self._reply.write(_merged(self._sent.prompt, whole), more=True)
+            if self._request.keeps_ids:
+                self._sent.keep_ids(whole)
             self._sent.before, self._sent.last, self._flows = self._sent.last, whole, True
             if self._request.num_sequences > 1:
                 self._sent.finals += read_finals(whole)
@@ -109,16 +111,9 @@ class Attempt:
             data = split_events(error)[0].removeprefix(b"data:").strip()
             raise self._decode_leg.refused(502, "application/json", data)
 
-    def _is_complete(self) -> bool:
-        """Whether the client has all of the answer, although the stream broke."""
-        if self._sent.is_done or self._request.num_sequences > 1:
-            return self._sent.is_done
-        last = self._sent.object()
-        return last is not None and is_finished(last)
-
-    async def _prompt_logprobs(self) -> PromptLogprobs:
+    async def _prompt_logprobs(self) -> Merger:
         answered: Answered = await asyncio.shield(self._prefill)
-        return PromptLogprobs(answered.body)
+        return merger(self._request.path, answered.body)
 
     # The end
 
@@ -156,7 +151,7 @@ class Attempt:
         return all(ended is True for ended in said[2:])
 
 
-def _merged(prompt: PromptLogprobs | None, whole: bytes) -> bytes:
+def _merged(prompt: Merger | None, whole: bytes) -> bytes:
     if prompt is None:
         return whole
     return b"\n\n".join([*(prompt.merge_event(event) for event in split_events(whole)), b""])

@@ -32,7 +32,7 @@ from router.client import Network
 from router.in_flight import RID_IN_USE, InFlight
 from router.legs import Leg, LegFailed
 from router.record import Recorder, RequestRecord
-from router.reply import DONE_EVENT, Reply, Sent, resume_field
+from router.reply import DONE_EVENT, Reply, Sent
 from router.request import GenerateRequest
 from router.request_log import request_log
 from router.workers import Pair, Worker, Workers
@@ -232,8 +232,8 @@ class Exchange:
         self.rooms += rooms
         self._record.on_open(pair)
         prefill_body, decode_body = request.leg_bodies(pair.prefill, rooms)
-        prefill = Leg(pair.prefill, prefill_body, dispatcher.workers, dispatcher.network)
-        decode = Leg(pair.decode, decode_body, dispatcher.workers, dispatcher.network)
+        prefill = Leg(pair.prefill, prefill_body, dispatcher.workers, dispatcher.network, request.path)
+        decode = Leg(pair.decode, decode_body, dispatcher.workers, dispatcher.network, request.path)
         self._attempts.append(Attempt(request, prefill, decode, self._reply, self._sent))
         return self._attempts[-1]
 
@@ -269,11 +269,8 @@ class Exchange:
 
     def _resumed(self, failure: LegFailed) -> GenerateRequest:
         """The rest of the request, from the last event that the client has. Raises the failure when that cannot be."""
-        last = self._sent.object()
-        if last is None or self._request.num_sequences > 1 or not self._dispatcher.config.resume_on_decode_failure:
-            raise failure
-        field = resume_field(last)
-        if field is None:
+        field = self._sent.resume_field(self._request)
+        if field is None or not self._dispatcher.config.resume_on_decode_failure:
             raise failure
         request = self._request.resumed(field)
         if request.num_bytes > self._dispatcher.config.max_body_bytes:  # the nodes' own limit, unless set otherwise

@@ -12,6 +12,7 @@ import msgspec
 from common.errors import ServingError, WorkerError
 from router.client import LOST, REFUSED, UNREACHABLE, Answer, Network
 from router.leg_outcome import LegEnd, LegOutcome, end_of
+from router.request import GENERATE
 from router.workers import Worker, Workers
 
 log = logging.getLogger("tandem.router")
@@ -74,6 +75,7 @@ class Leg:
     body: bytes
     workers: Workers
     network: Network
+    path: str = GENERATE
     open: bool = True
     partner: Leg | None = None
     began_s: float = field(default_factory=time.monotonic)
@@ -107,7 +109,7 @@ class Leg:
     async def start(self) -> Answer:
         """Post it; the head of a good answer. Raises LegFailed."""
         try:
-            answer = await self.network.send("POST", f"{self.worker.url}/generate", self.body)
+            answer = await self.network.send("POST", self.worker.url + self.path, self.body)
             if answer.status == 200:
                 return answer
             body = await answer.read()

@@ -6,12 +6,13 @@ be: JSON that stays as it is passes as bytes (`Raw`), and the prompt's part is c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Raw
 
 from common.errors import RequestError, WorkerError
+from router.request import GENERATE
 
 _FIELDS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 _NULL = Raw(b"null")
@@ -20,6 +21,30 @@ _MAX_BYTES = 64 * 2**20
 
 Object = dict[str, Raw]
 Values = list[Raw] | None
+
+
+class Merger(Protocol):
+    """What one prefill answer says of the prompt.
+
+    All of it raises WorkerError (502) for answers of another shape; RequestError for a body beyond reason.
+    """
+
+    def merge_answer(self, body: bytes) -> bytes:
+        """A whole decode answer with the prompt's logprobs in it."""
+        ...
+
+    def merge_event(self, event: bytes) -> bytes:
+        """One server-sent event, without its final blank line. Events that carry no object are returned unchanged."""
+        ...
+
+
+def merger(path: str, body: bytes) -> Merger:
+    """body: of the prefill leg's answer at this path."""
+    if len(body) > _MAX_BYTES:
+        name = "top_logprobs_num" if path == GENERATE else "logprobs"
+        message = f"{name}: the prompt's log-probabilities have more than {_MAX_BYTES} bytes"
+        raise RequestError(message, param=name)
+    return PromptLogprobs(body) if path == GENERATE else PromptChoices(body)
 
 
 class _PromptMeta(msgspec.Struct):
@@ -33,20 +58,13 @@ class _PromptItem(msgspec.Struct):
 
 
 class PromptLogprobs:
-    """Of one prefill answer. body: its JSON, one object or a list in the order of the sequences.
-
-    All of it raises WorkerError (502) for answers of another shape; RequestError for a body beyond reason.
-    """
+    """Of /generate, where every event repeats them. body: one object or a list in the order of the sequences."""
 
     def __init__(self, body: bytes) -> None:
-        if len(body) > _MAX_BYTES:
-            message = f"top_logprobs_num: the prompt's log-probabilities have more than {_MAX_BYTES} bytes"
-            raise RequestError(message, param="top_logprobs_num")
         items = _decode(body, list[_PromptItem] | _PromptItem)
         self._parts = [_parts(item.meta_info) for item in (items if isinstance(items, list) else [items])]
 
     def merge_answer(self, body: bytes) -> bytes:
-        """A whole decode answer (one object or a list) with the prompt's logprobs in it."""
         answer = _decode(body, list[Object] | Object)
         if not isinstance(answer, list):
             return b"".join(self._merged(answer, 0))
@@ -54,7 +72,6 @@ class PromptLogprobs:
         return b"[" + b",".join(items) + b"]"
 
     def merge_event(self, event: bytes) -> bytes:
-        """One server-sent event, without its final blank line. Events that carry no object are returned unchanged."""
         data = event.removeprefix(b"data:").strip()
         if not data.startswith(b"{"):
             return event
@@ -64,16 +81,58 @@ class PromptLogprobs:
     def _merged(self, item: Object, index: int) -> list[bytes]:
         """The item's JSON in pieces, of which the large ones are copied only once, by whoever joins them. An item that
         has no meta_info (an error) stays as it is. Mutates the item."""
-        meta = _decode(item.get("meta_info", _NULL), Object | None)
-        if meta is None or not any(self._parts[index : index + 1]):
-            return [msgspec.json.encode(item)]
-        merged: list[bytes] = []
-        for name, part in self._parts[index].items():
-            own = _decode(meta.pop(name, _NULL), Values) or []
-            comma = b"," if part and own else b""
-            merged += [b'"%s":[' % name.encode(), part, comma, b",".join(own), b"]", b","]
-        del item["meta_info"]
-        return [_begun(item), b'"meta_info":', _begun(meta), *merged[:-1], b"}}"]
+        parts = self._parts[index] if 0 <= index < len(self._parts) else {}
+        return _in_front(item, "meta_info", parts)
+
+
+class _PromptChoice(msgspec.Struct):
+    index: int = 0
+    logprobs: dict[str, list[Raw]] | None = None
+
+
+class _PromptChoicesBody(msgspec.Struct):
+    choices: list[_PromptChoice]
+
+
+class PromptChoices:
+    """Of /v1/completions, where the first chunk of each choice has them. body: a completion of the echoed prompts."""
+
+    def __init__(self, body: bytes) -> None:
+        self._parts = {
+            choice.index: {name: b",".join(values) for name, values in (choice.logprobs or {}).items()}
+            for choice in _decode(body, _PromptChoicesBody).choices
+        }
+
+    def merge_answer(self, body: bytes) -> bytes:
+        return self._merged(_decode(body, Object))
+
+    def merge_event(self, event: bytes) -> bytes:
+        data = event.removeprefix(b"data:").strip()
+        if not self._parts or not data.startswith(b"{"):
+            return event
+        return b"data: " + self._merged(_decode(data, Object))
+
+    def _merged(self, answer: Object) -> bytes:
+        choices = []
+        for choice in _decode(answer.pop("choices", _NULL), list[Object] | None) or []:
+            parts = self._parts.pop(_decode(choice.get("index", Raw(b"0")), int), {})
+            choices.append(b"".join(_in_front(choice, "logprobs", parts)))
+        return b"".join([_begun(answer), b'"choices":[', b",".join(choices), b"]}"])
+
+
+def _in_front(item: Object, name: str, parts: dict[str, bytes]) -> list[bytes]:
+    """The item's JSON in pieces, with the parts in front of the lists in its object `name`: those are copied only once,
+    by whoever joins the pieces. An item without that object (an error) stays as it is. Mutates the item."""
+    lists = _decode(item.get(name, _NULL), Object | None)
+    if lists is None or not parts:
+        return [msgspec.json.encode(item)]
+    merged: list[bytes] = []
+    for field, part in parts.items():
+        own = _decode(lists.pop(field, _NULL), Values) or []
+        comma = b"," if part and own else b""
+        merged += [b'"%s":[' % field.encode(), part, comma, b",".join(own), b"]", b","]
+    del item[name]
+    return [_begun(item), b'"%s":' % name.encode(), _begun(lists), *merged[:-1], b"}}"]
 
 
 def _begun(fields: Object) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,16 @@ import msgspec
 from starlette.types import Receive, Send
 
 from router.events import split_events
-from router.logprobs import PromptLogprobs
+from router.logprobs import Merger
 from router.record import Meta
+from router.request import GENERATE, GenerateRequest
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _DONE = b"data: [DONE]"
+# In chunks of OpenAI's form, as our nodes write them.
+_TOKEN_IDS = re.compile(rb'"token_ids":\[([0-9,]*)\]')
+_FINISHED = b'"finish_reason":"'
+_OWN_FIELD = b'"tandem":{'
 _MAX_HEADER_CHARS = 256
 
 
@@ -61,18 +67,43 @@ class Sent:
     last: the decode node's newest whole events that have gone to the client, as they came; before: those before them.
     They are read only at the end, and when the stream has to go on elsewhere. Of an answer that is not streamed `last`
     is all of it. finals: of several sequences, what the last object of each says. prompt: the logprobs that are merged
-    into every event.
+    into every event. token_ids: of the answer so far, as JSON, of a request that keeps them.
     """
 
     last: bytes = b""
     before: bytes = b""
     finals: list[Meta] = field(default_factory=list)
-    prompt: PromptLogprobs | None = None
+    prompt: Merger | None = None
+    token_ids: list[bytes] = field(default_factory=list)
+
+    def keep_ids(self, whole: bytes) -> None:
+        """Of chunks that have gone to the client. Quotes in a string are escaped, so nothing else looks like it."""
+        self.token_ids += [ids for ids in _TOKEN_IDS.findall(whole) if ids]
 
     @property
     def is_done(self) -> bool:
         """The stream's last event has gone out."""
         return _DONE in self.last
+
+    def is_complete(self, request: GenerateRequest) -> bool:
+        """Whether the client has all of the answer, although the stream broke."""
+        if self.is_done or request.num_sequences > 1:
+            return self.is_done
+        if request.path != GENERATE:
+            return _OWN_FIELD in self.last
+        last = self.object()
+        return last is not None and is_finished(last)
+
+    def resume_field(self, request: GenerateRequest) -> dict[str, Any] | None:
+        """What a node needs to go on with the answer; None when the client was not told enough, or all of it."""
+        if request.num_sequences > 1:
+            return None
+        if request.path == GENERATE:
+            last = self.object()
+            return None if last is None else resume_field(last)
+        if not self.token_ids or _FINISHED in self.last or _FINISHED in self.before:
+            return None
+        return {"output_ids": msgspec.json.decode(b"[" + b",".join(self.token_ids) + b"]")}
 
     def object(self) -> dict[str, Any] | None:
         """The newest answer object; None when the newest events hold none."""

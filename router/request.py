@@ -1,4 +1,7 @@
-"""What the router must know of a /generate request, and nothing more: everything else is the workers' to judge."""
+"""What the router must know of a request, and nothing more: everything else is the workers' to judge.
+
+Here: what a request is, and how a /generate body is read. `router/openai.py` reads the others.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from common.errors import RequestError
 from common.json_body import decode_object
 from router.workers import Worker
 
+GENERATE = "/generate"
 MAX_SEQUENCES = 65536
 """Of one request: rooms are minted for each, so this bounds what a small body can make the router do."""
 MAX_RID_CHARACTERS = 256
@@ -28,6 +32,9 @@ _encoder = msgspec.json.Encoder()
 class GenerateRequest:
     """fields: the JSON object, with `rid` filled in. num_sequences: prompts times n, one room each.
 
+    path: where both legs are posted. keeps_ids: its chunks tell only what is new, with the ids of these tokens
+    (`return_token_ids`), which are kept for the case that the answer has to go on elsewhere.
+
     lists_rooms: more than one sequence can come of it, so rooms go as a list. rids: as given; they name every sequence.
     names: all ids that this request takes at the workers, those of the single sequences (`rid_0`, ...) included.
     """
@@ -39,6 +46,8 @@ class GenerateRequest:
     lists_rooms: bool
     rids: tuple[str, ...]
     names: frozenset[str]
+    path: str = GENERATE
+    keeps_ids: bool = False
 
     def resumed(self, resume: dict[str, Any]) -> GenerateRequest:
         """The rest of a request of one sequence whose client has the beginning of the answer. The prompt's logprobs are
@@ -57,7 +66,7 @@ class GenerateRequest:
         fields["bootstrap_host"] = prefill.host
         fields["bootstrap_port"] = prefill.bootstrap_port
         fields["bootstrap_room"] = list(rooms) if self.lists_rooms else rooms[0]
-        decode_body = _encode(fields)
+        decode_body = _encode(fields | {"return_token_ids": True} if self.keeps_ids else fields)
         if not self.stream:
             return decode_body, decode_body
         return _encode(fields | {"stream": False}), decode_body
@@ -78,28 +87,33 @@ def _encode(fields: dict[str, Any]) -> bytes:
 
 def parse_generate(body: bytes) -> GenerateRequest:
     """Raises RequestError naming the field."""
-    fields = decode_object(body)
-    for name in ("bootstrap_room", "resume"):
-        if fields.get(name) is not None:
-            raise RequestError(f"{name}: set by the router, not given by a client", param=name)
-    stream = fields.get("stream")
-    if stream is not None and not isinstance(stream, bool):
-        raise RequestError("stream: true or false", param="stream")
+    fields = read_fields(body)
     batch = _batch_size(fields)
     if batch == 0:
         raise RequestError("text: an empty batch", param="text")
     num_sequences = _num_sequences(fields.get("sampling_params"), batch)
-    rids = _rids(fields, batch, num_sequences)
-    _check_alternatives(fields, num_sequences)
+    rids = read_rids(fields, batch, num_sequences)
+    check_alternatives(fields, num_sequences)
     return GenerateRequest(
         fields=fields,
-        stream=bool(stream),
+        stream=fields.get("stream") is True,
         merges_logprobs=_any_true(fields.get("return_logprob")),
         num_sequences=num_sequences,
         lists_rooms=batch is not None or num_sequences > 1,
         rids=rids,
-        names=_names(rids, num_sequences, one_for_batch=batch is not None and isinstance(fields["rid"], str)),
+        names=all_names(rids, num_sequences, one_for_batch=batch is not None and isinstance(fields["rid"], str)),
     )
+
+
+def read_fields(body: bytes) -> dict[str, Any]:
+    """What any body must be. Raises RequestError naming the field."""
+    fields = decode_object(body)
+    for name in ("bootstrap_room", "resume"):
+        if fields.get(name) is not None:
+            raise RequestError(f"{name}: set by the router, not given by a client", param=name)
+    if not isinstance(fields.get("stream"), bool | None):
+        raise RequestError("stream: true or false", param="stream")
+    return fields
 
 
 def _batch_size(fields: dict[str, Any]) -> int | None:
@@ -118,21 +132,29 @@ def _num_sequences(sampling: object, batch: int | None) -> int:
         total = sum(_n(item) for item in sampling)
     else:
         total = prompts * _n(sampling)
-    if total > MAX_SEQUENCES:  # a number that may be too long to be written
-        raise RequestError(f"too many sequences in one request: at most {MAX_SEQUENCES}", param="sampling_params.n")
-    return total
+    return check_count(total, "sampling_params.n")
+
+
+def check_count(num_sequences: int, param: str) -> int:
+    if num_sequences > MAX_SEQUENCES:  # a number that may be too long to be written
+        raise RequestError(f"too many sequences in one request: at most {MAX_SEQUENCES}", param=param)
+    return num_sequences
 
 
 def _n(sampling: object) -> int:
-    n = sampling.get("n") if isinstance(sampling, dict) else None
+    return read_n(sampling.get("n") if isinstance(sampling, dict) else None, "sampling_params.n")
+
+
+def read_n(n: object, param: str) -> int:
+    """How many answers of each prompt."""
     if n is None:
         return 1
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise RequestError("sampling_params.n: an integer of at least 1", param="sampling_params.n")
+        raise RequestError(f"{param}: an integer of at least 1", param=param)
     return n
 
 
-def _rids(fields: dict[str, Any], batch: int | None, num_sequences: int) -> tuple[str, ...]:
+def read_rids(fields: dict[str, Any], batch: int | None, num_sequences: int) -> tuple[str, ...]:
     """Fill in what the client left open. Raises RequestError for what cannot name a request."""
     rid = fields.get("rid")
     if rid is None:
@@ -148,7 +170,7 @@ def _rids(fields: dict[str, Any], batch: int | None, num_sequences: int) -> tupl
     return tuple(rids)
 
 
-def _names(rids: tuple[str, ...], num_sequences: int, *, one_for_batch: bool) -> frozenset[str]:
+def all_names(rids: tuple[str, ...], num_sequences: int, *, one_for_batch: bool) -> frozenset[str]:
     """The ids as given and those that the nodes make of one that stands for several sequences, or a batch of one."""
     sharers = num_sequences // len(rids)
     if sharers == 1 and not one_for_batch:
@@ -156,7 +178,7 @@ def _names(rids: tuple[str, ...], num_sequences: int, *, one_for_batch: bool) ->
     return frozenset(rids) | frozenset(f"{rid}_{i}" for rid in rids for i in range(sharers))
 
 
-def _check_alternatives(fields: dict[str, Any], num_sequences: int) -> None:
+def check_alternatives(fields: dict[str, Any], num_sequences: int) -> None:
     """Raises RequestError when the prompts' log-probabilities are too many; of a text nobody knows yet."""
     ids = fields.get("input_ids")
     if not isinstance(ids, list):

@@ -12,7 +12,7 @@ from common.errors import RequestError, WorkerError
 from router import logprobs
 from router.events import WholeEvents, split_events
 from router.in_flight import InFlight, random_room
-from router.logprobs import PromptLogprobs
+from router.logprobs import PromptLogprobs, merger
 
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
@@ -100,7 +100,7 @@ def test_merging_at_its_edges(prompt: str, event: dict[str, Any], merged: dict[s
 def test_prompt_logprobs_beyond_reason_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "_MAX_BYTES", 10)
     with pytest.raises(RequestError) as caught:
-        PromptLogprobs(b'{"meta_info":{}}')
+        merger("/generate", b'{"meta_info":{}}')
     assert caught.value.param == "top_logprobs_num"
 
 
