@@ -63,6 +63,81 @@ def _bootstrap_port(value: str) -> int:
     show_default=True,
     help="Seconds that what runs may take to end after SIGTERM",
 )
+@click.option(
+    "--state-file",
+    metavar="FILE",
+    help="Keep workers that come at run time here, for the next start and for other routers",
+)
+@click.option("--require-fingerprint", metavar="FINGERPRINT", help="Take only workers of this state layout")
+@click.option(
+    "--heartbeat-timeout",
+    "heartbeat_timeout_s",
+    type=float,
+    default=RouterConfig().heartbeat_timeout_s,
+    show_default=True,
+    help="Seconds until a worker that registered itself, and does not live, is forgotten",
+)
+@click.option(
+    "--idle-probe-interval",
+    "idle_probe_interval_s",
+    type=float,
+    default=RouterConfig().idle_probe_interval_s,
+    show_default=True,
+    help="Seconds until an idle worker is asked for a token; 0: never",
+)
+@click.option(
+    "--breaker-failures",
+    type=int,
+    default=RouterConfig().breaker_failures,
+    show_default=True,
+    help="Failures of a worker in a row after which it gets no requests for a while; 0: it always does",
+)
+@click.option(
+    "--breaker-failure-rate",
+    type=float,
+    default=RouterConfig().breaker_failure_rate,
+    show_default=True,
+    help="Part of its requests that may not fail either, of 20 and more within the window",
+)
+@click.option(
+    "--breaker-window",
+    "breaker_window_s",
+    type=float,
+    default=RouterConfig().breaker_window_s,
+    show_default=True,
+    help="Seconds over which the rate is taken",
+)
+@click.option(
+    "--breaker-open",
+    "breaker_open_s",
+    type=float,
+    default=RouterConfig().breaker_open_s,
+    show_default=True,
+    help="Seconds without requests until it is tried again; each failure doubles them, up to eight times",
+)
+@click.option(
+    "--outlier-factor",
+    type=float,
+    default=RouterConfig().outlier_factor,
+    show_default=True,
+    help="How many times slower than its peers a worker may be before it gets no requests for a while; 0: any",
+)
+@click.option(
+    "--outlier-window",
+    "outlier_window_s",
+    type=float,
+    default=RouterConfig().outlier_window_s,
+    show_default=True,
+    help="Seconds over which its times are compared",
+)
+@click.option(
+    "--outlier-ejection",
+    "outlier_ejection_s",
+    type=float,
+    default=RouterConfig().outlier_ejection_s,
+    show_default=True,
+    help="Seconds without requests, the first time",
+)
 @click.option("--max-body-bytes", type=int, default=RouterConfig().max_body_bytes, show_default=True)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 @click.option(

@@ -1,0 +1,386 @@
+"""Who may ask the router what: keys and roles, what a user may end, rates, deadlines, bodies that are not taken."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+
+from common.config import RouterConfig, WorkerAddress
+from common.errors import ConfigError
+from common.keys import KeyRing, KeyRole, admin_key, make_key
+from router.app import create_app
+from router.guard import Access, access_of
+from tests.router.mocks import MockWorker, RunningRouter, answer_at_once, config_of, event, fails, never, run_router
+
+ANN, BOB, ROOT = "ann-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
+KEYS = f"# who may ask\nuser ann {ANN}\nuser bob {BOB}\n\nadmin root {ROOT}\n"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    path = tmp_path / "keys"
+    path.write_text(KEYS)
+    return str(path)
+
+
+@pytest.fixture
+async def keyed(prefill: MockWorker, decode: MockWorker, key_file: str) -> AsyncIterator[RunningRouter]:
+    async with run_router(config_of([prefill], [decode], api_key_file=key_file)) as running:
+        await running.until_alive()
+        yield running
+
+
+async def ask(router: RunningRouter, key: str | None, path: str = "/generate", **headers: str) -> httpx.Response:
+    headers |= bearer(key) if key else {}
+    if path in ("/generate", "/abort_request"):
+        return await router.client.post(path, json={"text": "hi", "rid": "r"}, headers=headers)
+    return await router.client.get(path, headers=headers)
+
+
+def test_what_is_not_listed_is_for_administrators() -> None:
+    assert {access_of(path) for path in ("/workers", "/workers/3", "/role", "/flush_cache", "/new")} == {Access.CONTROL}
+    assert {access_of(path) for path in ("/generate", "/v1/models", "/v1/chat/completions")} == {Access.USER}
+    assert {access_of(path) for path in ("/generate/", "//generate", "/Generate", "/v1")} == {Access.CONTROL}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": ROOT},
+        {"authorization": f"Basic {ROOT}"},
+        {"authorization": "Bearer"},
+        {"x-api-key": ROOT},
+        bearer(ROOT[:-1]),
+        bearer(ROOT + "x"),
+        bearer(ROOT.upper()),
+    ],
+)
+async def test_without_a_right_key_there_is_nothing_but_health(keyed: RunningRouter, headers: dict[str, str]) -> None:
+    for path in ("/generate", "/v1/models", "/server_info", "/flush_cache", "/workers", "/metrics", "/nothing"):
+        answer = await keyed.client.request("GET", path, headers=headers)
+        error = answer.json()["error"]
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
+        assert error["type"] == "access_error" and error["code"] in ("no_api_key", "invalid_api_key")
+        assert ROOT[:8] not in answer.text.lower()
+    assert (await keyed.client.get("/health", headers=headers)).status_code == 200
+
+
+async def test_two_keys_in_one_request_are_no_key(keyed: RunningRouter) -> None:
+    both = [("authorization", f"Bearer {ROOT}"), ("authorization", f"Bearer {ANN}")]
+    assert (await keyed.client.get("/server_info", headers=both)).status_code == 401
+
+
+async def test_a_user_key_serves_and_does_not_administer(keyed: RunningRouter, decode: MockWorker) -> None:
+    assert (await ask(keyed, ANN)).status_code == 200
+    assert (await ask(keyed, ANN, "/model_info")).status_code == 200
+    assert (await keyed.client.get("/model_info", headers={"authorization": f"bEaReR  {ANN}"})).status_code == 200
+    for path in ("/server_info", "/flush_cache", "/workers", "/metrics", "/debug/requests"):
+        answer = await ask(keyed, ANN, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden"), path
+        assert "www-authenticate" not in answer.headers
+    assert decode.flushes == 0
+    assert (await ask(keyed, ROOT, "/flush_cache")).status_code == 200
+    assert decode.flushes == 1
+
+
+async def test_no_key_is_shown_or_passed_on(keyed: RunningRouter, prefill: MockWorker, decode: MockWorker) -> None:
+    seen: list[dict[str, str]] = []
+
+    async def script(worker: MockWorker, request: Any, body: dict[str, Any]) -> Any:
+        seen.append({name.lower(): value for name, value in request.headers.items()})
+        return await answer_at_once(worker, request, body)
+
+    prefill.script = decode.script = script
+    assert (await ask(keyed, ANN)).status_code == 200
+    assert len(seen) == 2 and not any("authorization" in headers for headers in seen)
+    info = (await ask(keyed, ROOT, "/server_info")).text
+    assert "api_key_file" in info and not any(key in info for key in (ANN, BOB, ROOT))
+
+
+async def test_a_refused_body_is_not_read(keyed: RunningRouter) -> None:
+    """The answer comes although the body never does."""
+    host, port = keyed.client.base_url.host, keyed.client.base_url.port
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n{")
+    async with asyncio.timeout(5):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+    writer.close()
+    await writer.wait_closed()
+
+
+# What a user may end
+
+
+@pytest.mark.parametrize(("key", "status", "ends"), [(ANN, 200, True), (BOB, 200, False), (ROOT, 200, True)])
+async def test_a_user_ends_only_its_own_requests(
+    keyed: RunningRouter, decode: MockWorker, key: str, status: int, ends: bool
+) -> None:
+    decode.script = never
+    asked = asyncio.create_task(ask(keyed, ANN))
+    await keyed.until(lambda: len(decode.bodies) == 1)
+    assert (await ask(keyed, key, "/abort_request")).status_code == status
+    assert [abort["rid"] for abort in decode.aborts] == ([["r"] if key == ANN else "r"] if ends else [])
+    asked.cancel()
+
+
+async def test_a_user_cannot_end_everything(keyed: RunningRouter, decode: MockWorker) -> None:
+    for body in ({"abort_all": True}, {"abort_all": True, "rid": "r"}):
+        answer = await keyed.client.post("/abort_request", json=body, headers=bearer(ANN))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+    assert decode.aborts == []
+    answer = await keyed.client.post("/abort_request", json={"abort_all": True}, headers=bearer(ROOT))
+    assert (answer.status_code, decode.aborts) == (200, [{"abort_all": True}])
+
+
+# Without keys
+
+
+async def test_without_keys_others_may_not_administer(
+    prefill: MockWorker, decode: MockWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with run_router(config_of([prefill], [decode], host="0.0.0.0")) as router:
+        await router.until_alive()
+        assert (await ask(router, None, "/flush_cache")).status_code == 200  # from this machine
+        monkeypatch.setattr("router.guard.is_loopback", lambda host: False)
+        answer = await ask(router, None, "/flush_cache")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+        answer = await router.client.post("/abort_request", json={"abort_all": True})
+        assert answer.status_code == 403
+        assert (await ask(router, None)).status_code == 200
+        assert (await ask(router, None, "/server_info")).status_code == 200
+        assert decode.flushes == 1
+
+
+async def test_a_proxy_on_this_machine_does_not_make_others_local(prefill: MockWorker, decode: MockWorker) -> None:
+    async with run_router(config_of([prefill], [decode], host="0.0.0.0")) as router:
+        await router.until_alive()
+        answer = await router.client.get("/flush_cache", headers={"x-forwarded-for": "203.0.113.7"})
+        assert answer.status_code == 403
+
+
+# Rates
+
+
+async def test_a_key_that_asks_too_often_is_told_when_to_come_back(
+    prefill: MockWorker, decode: MockWorker, key_file: str
+) -> None:
+    config = config_of([prefill], [decode], api_key_file=key_file, requests_per_minute=2)
+    async with run_router(config) as router:
+        await router.until_alive()
+        assert [(await ask(router, ANN)).status_code for _ in range(3)] == [200, 200, 429]
+        refused = await ask(router, ANN)
+        assert refused.json()["error"]["code"] == "rate_limited" and refused.json()["error"]["retryable"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        assert (await ask(router, ANN, "/abort_request")).status_code == 200
+        assert (await ask(router, BOB)).status_code == 200
+        assert [(await ask(router, ROOT)).status_code for _ in range(4)] == [200] * 4
+        assert router.state.dispatcher.admission.rejected == {"rate_limited": 2}
+
+
+# Deadlines
+
+
+async def test_a_request_that_is_late_ends_everywhere(
+    router: RunningRouter, prefill: MockWorker, decode: MockWorker
+) -> None:
+    prefill.script = decode.script = never
+    begin = time.monotonic()
+    answer = await ask(router, None, "/generate", **{"x-request-timeout-s": "0.2"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert not answer.json()["error"]["retryable"]
+    assert 0.2 <= time.monotonic() - begin < 3
+    await router.until(lambda: len(prefill.aborts) == len(decode.aborts) == 1)
+    await router.until(lambda: prefill.cut_off == decode.cut_off == 1)
+    await router.until(lambda: router.state.dispatcher.num_running == 0)
+
+
+async def test_a_stream_that_is_late_ends_with_an_error_event(router: RunningRouter, decode: MockWorker) -> None:
+    async def script(worker: MockWorker, request: Any, body: dict[str, Any]) -> Any:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(event({"text": "a", "meta_info": {"id": "r", "finish_reason": None}}))
+        return await never()
+
+    decode.script = script
+    headers = {"x-request-timeout-s": "0.3"}
+    answer = await router.client.post("/generate", json={"text": "hi", "stream": True}, headers=headers)
+    events = answer.text.split("\n\n")
+    assert answer.status_code == 200 and len(events) == 4
+    assert '"a"' in events[0] and '"deadline_exceeded"' in events[1] and events[2] == "data: [DONE]"
+    await router.until(lambda: len(decode.aborts) == 1)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1e3", "nan", "inf", "soon", "", "1" * 40])
+async def test_a_time_that_is_none_is_refused(router: RunningRouter, value: str) -> None:
+    answer = await ask(router, None, "/generate", **{"x-request-timeout-s": value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-timeout-s")
+
+
+async def test_a_client_may_ask_for_less_time_not_for_more(prefill: MockWorker, decode: MockWorker) -> None:
+    decode.script = never
+    async with run_router(config_of([prefill], [decode], request_timeout_s=0.2)) as router:
+        await router.until_alive()
+        for asked in ({}, {"x-request-timeout-s": "60"}):
+            async with asyncio.timeout(3):
+                assert (await ask(router, None, "/generate", **asked)).status_code == 504
+
+
+async def test_a_worker_that_has_no_room_is_quoted(router: RunningRouter, decode: MockWorker) -> None:
+    body = b'{"error": {"message": "queue is full", "code": "queue_full"}}'
+    decode.script = fails(429, body)
+    answer = await ask(router, None)
+    assert (answer.status_code, answer.content) == (429, body)
+
+
+# Bodies
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "x-gzip, identity", "zstd"])
+async def test_a_compressed_body_is_refused(router: RunningRouter, encoding: str) -> None:
+    for path in ("/generate", "/abort_request"):
+        answer = await router.client.post(path, content=b"\x1f\x8b", headers={"content-encoding": encoding})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+    answer = await router.client.post("/generate", json={"text": "x"}, headers={"content-encoding": "identity"})
+    assert answer.status_code == 200
+
+
+async def raw(router: RunningRouter, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection(router.client.base_url.host, router.client.base_url.port)
+    writer.write(request)
+    writer.write_eof()
+    async with asyncio.timeout(5):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"content-length: 4\r\ntransfer-encoding: chunked\r\n",
+        b"transfer-encoding: chunked\r\ncontent-length: 4\r\n",
+        b"content-length: 4\r\ncontent-length: 5\r\n",
+        b"content-length: -4\r\n",
+        b"content-length: 4x\r\n",
+        b"content-length: 99999999999999999999999\r\n",
+    ],
+)
+async def test_lengths_that_contradict_are_no_request(router: RunningRouter, decode: MockWorker, head: bytes) -> None:
+    answer = await raw(router, b"POST /generate HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n{}\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ") and decode.bodies == []
+
+
+async def test_chunks_are_counted(router: RunningRouter, decode: MockWorker) -> None:
+    """1 MiB is allowed here (conftest)."""
+    chunk = b"40000\r\n" + b"x" * (1 << 18) + b"\r\n"
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    reader, writer = await asyncio.open_connection(router.client.base_url.host, router.client.base_url.port)
+    writer.write(head + chunk * 5)
+    async with asyncio.timeout(5):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+    writer.close()
+    assert decode.bodies == []
+
+
+# Key files
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no key in it"),
+        ("# nothing\n", "no key in it"),
+        (f"user {ANN}\n", "line 1: 2 words"),
+        (f"user ann {ANN} more\n", "line 1: 4 words"),
+        (f"\nroot ann {ANN}\n", "line 2: the role must be user or admin"),
+        (f"user a/b {ANN}\n", "line 1: a name"),
+        ("user ann secret\n", "line 1: a key has 16"),
+        (f"user ann {ANN}\nuser ann {BOB}\n", "twice"),
+        (f"user ann {ANN}\nadmin bob {ANN}\n", "twice"),
+        (f"user ann {ANN}é\n", "more than ASCII"),
+    ],
+)
+def test_key_files_that_cannot_be_used(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="--api-key-file") as error:
+        KeyRing(str(path))
+    assert words in error.value.message and "0123456789" not in error.value.message
+    assert error.value.param == "api_key_file"
+
+
+def test_keys_given_by_themselves() -> None:
+    ring = KeyRing(None, [make_key(KeyRole.ADMIN, ROOT, "--admin-api-key")])
+    assert ring.caller([(b"authorization", f"Bearer {ROOT}".encode())]).role is KeyRole.ADMIN
+    with pytest.raises(ConfigError, match="--api-key: a key has 16"):
+        make_key(KeyRole.USER, "short", "--api-key")
+    assert ROOT not in repr(make_key(KeyRole.ADMIN, ROOT, "--admin-api-key"))
+
+
+def test_keys_are_read_again(key_file: str, caplog: pytest.LogCaptureFixture) -> None:
+    ring = KeyRing(key_file)
+    new = "new-0123456789abcdef"
+    Path(key_file).write_text(f"user new {new}\n")
+    ring.reload()
+    assert ring.caller([(b"authorization", f"Bearer {new}".encode())]).name == "new"
+    Path(key_file).write_text("nonsense\n")
+    ring.reload()
+    assert ring.caller([(b"authorization", f"Bearer {new}".encode())]).name == "new"
+    assert "the keys stay as they were" in caplog.text and new not in caplog.text
+
+
+def test_a_key_for_the_workers_must_be_an_admins(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"user ann {ANN}\n")
+    with pytest.raises(ConfigError, match=r"--worker-api-key-file .*: no admin key in it"):
+        admin_key(str(path), "--worker-api-key-file")
+
+
+async def test_the_router_shows_its_workers_a_key(prefill: MockWorker, decode: MockWorker, key_file: str) -> None:
+    seen: set[str | None] = set()
+
+    async def script(worker: MockWorker, request: Any, body: dict[str, Any]) -> Any:
+        seen.add(request.headers.get("authorization"))
+        return await answer_at_once(worker, request, body)
+
+    prefill.script = decode.script = script
+    async with run_router(config_of([prefill], [decode], worker_api_key_file=key_file)) as router:
+        await router.until_alive()
+        answer = await ask(router, None, "/generate", authorization="Bearer of-the-client-himself")
+        assert answer.status_code == 200
+    assert seen == {f"Bearer {ROOT}"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"requests_per_minute": 3}, "requests_per_minute"),
+        ({"max_concurrent_requests": 0}, "max_concurrent_requests"),
+        ({"queue_size": -1}, "queue_size"),
+        ({"queue_timeout_s": 0}, "queue_timeout_s"),
+        ({"request_timeout_s": float("inf")}, "request_timeout_s"),
+        ({"admin_port": 70000}, "admin_port"),
+        ({"admin_port": 30000}, "admin_port"),
+        ({"api_key_file": "/nowhere"}, "api_key_file"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], param: str) -> None:
+    workers = {
+        "prefill": (WorkerAddress(url="http://127.0.0.1:1", bootstrap_port=1),),
+        "decode": (WorkerAddress(url="http://127.0.0.1:2"),),
+    }
+    with pytest.raises(ConfigError) as error:
+        create_app(RouterConfig(**workers, **settings))
+    assert error.value.param == param
