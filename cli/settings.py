@@ -109,6 +109,7 @@ NODE_SETTINGS = (
     Setting("server", "upload_timeout_s", ("--upload-timeout",), float, "Seconds for the whole body of a request"),
     Setting("server", "drain_timeout_s", ("--drain-timeout",), float, "Seconds for what runs to end after SIGTERM"),
     Setting("server", "log_level", ("--log-level",), LOG_LEVELS, "Least severe level that is logged"),
+    Setting("server", "otlp_endpoint", ("--otlp-endpoint",), str, "Where OpenTelemetry traces go (OTLP over HTTP)"),
     Setting("engine", "page_size", ("--page-size",), int, "Tokens in a KV page"),
     Setting("engine", "max_total_tokens", ("--max-total-tokens",), int, "Tokens that all KV pages hold"),
     Setting("engine", "max_state_slots", ("--max-mamba-cache-size",), int, "State slots; slot 0 is reserved"),

@@ -17,6 +17,7 @@ from common.errors import RequestError, ServingError, WorkerError
 from common.http_server import error_response, http_error_response
 from common.json_body import decode_object
 from common.sampling import LogprobOptions, SamplingParams
+from common.tracing import TraceContext, Tracing
 from node.chat_template import ChatTemplate
 from node.exchange import Exchange
 from node.fields import NumberRule, read_bool, read_number, read_string
@@ -55,6 +56,7 @@ class ServingNode:
     client: RankClient
     bootstrap_port: int | None
     chat_template: ChatTemplate | None = None
+    tracing: Tracing | None = None
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -89,6 +91,8 @@ def create_app(node: ServingNode) -> FastAPI:
     # The token path goes past FastAPI's parameter machinery: the endpoint gets the raw request.
     app.add_route("/generate", generator.respond, methods=["POST"])
     openai.add_to(app)
+    if node.tracing is not None:
+        app.add_middleware(TraceContext, tracing=node.tracing)
     _add_errors(app, node)
     _add_health(app, node)
     _add_info(app, node)

@@ -16,6 +16,7 @@ from node.messages import Failure
 from node.rank_client import Mailbox, RankClient
 from node.requests import GenerateRequest
 from node.tokenizer import Tokenizer
+from node.trace import RequestTrace
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Exchange:
         }
         self._places = {submit.rid: i for i, submit in enumerate(request.submits)}
         self._unfinished = set(self._answers)
+        self._trace: RequestTrace | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -46,6 +48,7 @@ class Exchange:
         request = self._request
         await self._client.let_end(request.submits)
         self._client.submit(request.submits, self._mailbox, groups=request.groups, rank=request.dp_rank)
+        self._trace = self._client.begin_trace(request.submits)
 
     async def advance(self) -> list[str]:
         """Wait for news; the rids that have any. Raises the error of a sequence that failed, or that of `abandon`."""
@@ -53,8 +56,10 @@ class Exchange:
         for item in items:
             if isinstance(item, Failure):
                 self._unfinished.discard(item.rid)
-                raise from_record(item.error)
+                raise self._noted(from_record(item.error))
             self._answers[item.rid].feed(item)
+            if self._trace is not None:
+                self._trace.on_update(item)
             if item.finish is not None:
                 self._unfinished.discard(item.rid)
                 log.debug("%s has ended: %s", item.rid, item.finish.type)
@@ -83,6 +88,18 @@ class Exchange:
         if not self._mailbox.is_closed:
             self._client.abort(self._unfinished, error.message, of=self._mailbox)
             self._mailbox.close(error)
+            self._end_trace(error)
+
+    def _noted(self, error: ServingError) -> ServingError:
+        if self._trace is not None:
+            self._trace.on_error(error)
+        return error
+
+    def _end_trace(self, error: ServingError) -> None:
+        if self._trace is not None:
+            if self._unfinished:
+                self._trace.on_error(error)
+            self._trace.end()
 
     @asynccontextmanager
     async def while_connected(self, receive: Receive) -> AsyncIterator[None]:

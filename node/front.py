@@ -20,6 +20,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from common.config import NodeConfig, Role, ServerConfig, check_node_config
 from common.errors import ConfigError, WorkerError
 from common.http_server import LimitedProtocol, num_open_answers
 from common.logs import configure_logging
+from common.tracing import Tracing, closing, open_tracing
 from node.app import ServingNode, create_app
 from node.bootstrap import StartBootstrap, start_bootstrap
 from node.chat_template import ChatTemplate, load_chat_template
@@ -38,6 +40,7 @@ from node.messages import Ready
 from node.processes import RankProcess, rank_command, start_rank
 from node.rank_client import RankClient
 from node.tokenizer import Tokenizer, load_tokenizer
+from node.trace import RequestTrace
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +73,8 @@ def serve(
     check_node_config(config)
     tokenizer = load_tokenizer(config.model.path)
     chat_template = load_chat_template(config.model.path, config.model.chat_template)
-    with bind(config.server.host, config.server.port, "port") as listener, ipc_directory() as ipc_dir:
+    tracing = open_tracing(config.server.otlp_endpoint, f"tandem-{config.role.value}")
+    with bind(config.server.host, config.server.port, "port") as listener, ipc_directory() as ipc_dir, closing(tracing):
         _check_bootstrap_port(config)
         front = _Front(
             config=config,
@@ -80,6 +84,7 @@ def serve(
             rank_stop_s=rank_stop_s,
             tokenizer=tokenizer,
             chat_template=chat_template,
+            tracing=tracing,
             listener=listener,
             ipc_dir=ipc_dir,
         )
@@ -96,6 +101,7 @@ class _Front:
     rank_stop_s: float
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    tracing: Tracing | None
     listener: socket.socket
     ipc_dir: Path
     draining: asyncio.Event = field(default_factory=asyncio.Event)  # a signal came
@@ -112,6 +118,8 @@ class _Front:
             silence_timeout_s=transfer.first_token_timeout_s,
             liveness_timeout_s=transfer.liveness_timeout_s,
         )
+        if self.tracing is not None:
+            client.begin_trace = partial(RequestTrace, self.tracing, self.config.role.value)
         client.start()
         try:
             async with self._ranks(client):
@@ -168,6 +176,7 @@ class _Front:
                 chat_template=self.chat_template,
                 client=client,
                 bootstrap_port=bootstrap_port,
+                tracing=self.tracing,
             )
             await self._serve_http(node)
 

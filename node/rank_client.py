@@ -18,7 +18,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from node.messages import (
 )
 from node.meter import Meter
 from node.processes import cpu_seconds
+from node.trace import RequestTrace
 
 log = logging.getLogger(__name__)
 
@@ -160,6 +161,7 @@ class RankClient:
         self._refusal: ServingError | None = None
         self._all_answered = asyncio.Event()
         self.meter = Meter()
+        self.begin_trace: Callable[[list[Submit]], RequestTrace | None] = _no_trace
 
     # -- life of the connection --------------------------------------------------------------------
 
@@ -530,6 +532,10 @@ class RankClient:
             log.warning("rank %d said nothing about %s for %g s", entry.rank, entry.rid, self._silence_timeout_s)
             self.abort([entry.rid], "silent for too long")
             self._tell(entry, _silent(entry.rank, self._silence_timeout_s))
+
+
+def _no_trace(_: list[Submit]) -> None:
+    """Nobody traces."""
 
 
 def _silent(rank: int, timeout_s: float) -> ErrorRecord:
