@@ -131,6 +131,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where a node listens. bootstrap_*: where a prefill node's rooms are opened. upload_timeout_s: for a body.
 
     drain_timeout_s: how long what runs may take to end after SIGTERM. otlp_endpoint: where traces go, None: nowhere.
+    api_key_file: keys of clients, None: everybody is let in. ssl_*: `TlsConfig`.
     """
 
     otlp_endpoint: str | None = None
@@ -142,6 +143,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 16 * 1024 * 1024
     upload_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
+    api_key_file: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,12 +16,14 @@ from common.config import NodeConfig, Role
 from common.errors import RequestError, ServingError, WorkerError
 from common.http_server import error_response, http_error_response
 from common.json_body import decode_object
+from common.keys import KeyRing
 from common.sampling import LogprobOptions, SamplingParams
 from common.tracing import TraceContext, Tracing
 from node.chat_template import ChatTemplate
 from node.exchange import Exchange
 from node.fields import NumberRule, read_bool, read_number, read_string
 from node.generate import Generator, json_response
+from node.guard import Guard
 from node.info import model_info, served_name, server_info
 from node.limits import ServingLimits
 from node.messages import Submit
@@ -57,6 +59,7 @@ class ServingNode:
     bootstrap_port: int | None
     chat_template: ChatTemplate | None = None
     tracing: Tracing | None = None
+    keys: KeyRing = field(default_factory=KeyRing)
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -93,6 +96,7 @@ def create_app(node: ServingNode) -> FastAPI:
     openai.add_to(app)
     if node.tracing is not None:
         app.add_middleware(TraceContext, tracing=node.tracing)
+    app.add_middleware(Guard, keys=node.keys)
     _add_errors(app, node)
     _add_health(app, node)
     _add_info(app, node)

@@ -17,6 +17,7 @@ import importlib.util
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +30,10 @@ import uvicorn
 from common.config import NodeConfig, Role, ServerConfig, check_node_config
 from common.errors import ConfigError, WorkerError
 from common.http_server import LimitedProtocol, num_open_answers
+from common.keys import KeyRing
 from common.logs import configure_logging
+from common.net import is_loopback
+from common.tls import TlsConfig, server_context
 from common.tracing import Tracing, closing, open_tracing
 from node.app import ServingNode, create_app
 from node.bootstrap import StartBootstrap, start_bootstrap
@@ -71,6 +75,7 @@ def serve(
     configure_logging(config.server.log_level, f"{config.role.value}/front")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     check_node_config(config)
+    keys, tls = KeyRing(config.server.api_key_file), server_context(_tls_config(config.server))
     tokenizer = load_tokenizer(config.model.path)
     chat_template = load_chat_template(config.model.path, config.model.chat_template)
     tracing = open_tracing(config.server.otlp_endpoint, f"tandem-{config.role.value}")
@@ -87,9 +92,15 @@ def serve(
             tracing=tracing,
             listener=listener,
             ipc_dir=ipc_dir,
+            keys=keys,
+            tls=tls,
         )
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(front.run())
+
+
+def _tls_config(server: ServerConfig) -> TlsConfig:
+    return TlsConfig(certfile=server.ssl_certfile, keyfile=server.ssl_keyfile, ca_certs=server.ssl_ca_certs)
 
 
 @dataclass(kw_only=True)
@@ -104,6 +115,8 @@ class _Front:
     tracing: Tracing | None
     listener: socket.socket
     ipc_dir: Path
+    keys: KeyRing
+    tls: ssl.SSLContext | None
     draining: asyncio.Event = field(default_factory=asyncio.Event)  # a signal came
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  # a second one, or there is no rank to drain
     last_death: WorkerError | None = None  # of the last rank that lived, while the node served
@@ -112,6 +125,8 @@ class _Front:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        if self.keys.has_file:
+            loop.add_signal_handler(signal.SIGHUP, self.keys.reload)
         transfer = self.config.transfer
         client = RankClient(
             self.ipc_dir,
@@ -176,6 +191,7 @@ class _Front:
                 chat_template=self.chat_template,
                 client=client,
                 bootstrap_port=bootstrap_port,
+                keys=self.keys,
                 tracing=self.tracing,
             )
             await self._serve_http(node)
@@ -204,11 +220,15 @@ class _Front:
                 access_log=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=HTTP_STOP_S,
+                ssl_context_factory=None if (tls := self.tls) is None else lambda *_: tls,
             )
         )
         serving = asyncio.create_task(server.serve(sockets=[self.listener]))
         host, port = self.listener.getsockname()[:2]
-        log.info("%s node ready on http://%s:%d, fingerprint %s", self.config.role.value, host, port, _prints(node))
+        where = f"{'http' if self.tls is None else 'https'}://{host}:{port}"
+        log.info("%s node ready on %s, fingerprint %s", self.config.role.value, where, _prints(node))
+        if self.keys.is_open and not is_loopback(self.config.server.host):
+            log.warning("no API keys: whoever reaches this node may use and administer it (--api-key-file)")
         await _first_of(serving, self.draining.wait(), self.stopping.wait())
         if not self.stopping.is_set():
             await self._drain(node.client, server)
