@@ -26,6 +26,7 @@ from common.config import (
     Verify,
 )
 from common.errors import ConfigError
+from common.reasoning import ReasoningParser
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "models" / "tandem-mini"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -89,6 +90,7 @@ _PARTS = ("kv", "conv", "ssm", "track", "metadata")
 NODE_SETTINGS = (
     Setting("model", "path", ("--model-path", "--model"), str, "Hugging Face folder of the model"),
     Setting("model", "chat_template", ("--chat-template",), str, "File with a chat template; the model's by default"),
+    Setting("model", "reasoning_parser", ("--reasoning-parser",), ReasoningParser, "Tells thoughts from content"),
     Setting("model", "served_name", ("--served-model-name",), str, "Name that clients use; the folder's by default"),
     Setting("model", "dtype", ("--dtype",), DType, "Of weights, KV and conv state"),
     Setting("model", "ssm_dtype", ("--mamba-ssm-dtype",), DType, "Of the SSM state"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from common.errors import ConfigError
+from common.reasoning import ReasoningParser
 
 
 class Role(enum.StrEnum):
@@ -48,7 +49,7 @@ class LoadFormat(enum.StrEnum):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """path: a Hugging Face folder. dtype: of weights, KV and conv state. ssm_dtype: of the SSM state. load_format: auto
     reads the folder's weights; dummy makes random ones, the same in every process with such a device, to measure speed.
-    chat_template: a file, in place of the folder's own.
+    chat_template: a file, in place of the folder's own. reasoning_parser: how thoughts are told from what is said.
     """
 
     path: str
@@ -58,6 +59,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     served_name: str | None = None
     chat_template: str | None = None
+    reasoning_parser: ReasoningParser = ReasoningParser.AUTO
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,6 +90,7 @@ def create_app(node: ServingNode) -> FastAPI:
         node.tokenizer,
         served_name=served_name(node.config),
         chat_template=node.chat_template,
+        reasoning=node.config.model.reasoning_parser,
     )
     # The token path goes past FastAPI's parameter machinery: the endpoint gets the raw request.
     app.add_route("/generate", generator.respond, methods=["POST"])

@@ -46,6 +46,7 @@ class ChatTemplate:
         """Raises jinja2.TemplateSyntaxError."""
         environment = _environment()
         self.source = source
+        self.tool_source = tool_source or source
         self.stop_strings = tuple(stop_strings)
         self._special_tokens = dict(special_tokens)
         self._template = environment.from_string(source)

@@ -37,12 +37,15 @@ class Tokenizer:
     """A model folder's tokenizer.json. Made by `load_tokenizer`.
 
     longest_token_bytes: no token stands for more bytes of a prompt, so n tokens hold at most n times as many. (But for
-    what a normaliser drops or an unknown token swallows: no prompt that makes sense is made of that.)
+    what a normaliser drops or an unknown token swallows: no prompt that makes sense is made of that.) special_tokens:
+    the texts of those that are no text of an answer.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
-        self._special_ids = frozenset(i for i, token in inner.get_added_tokens_decoder().items() if token.special)
+        special = {i: token.content for i, token in inner.get_added_tokens_decoder().items() if token.special}
+        self._special_ids = frozenset(special)
+        self.special_tokens = frozenset(special.values())
         self._is_byte_level = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
         to_bytes = _byte_level_bytes if self._is_byte_level else str.encode
         self.longest_token_bytes = max(len(to_bytes(token)) for token in inner.get_vocab())

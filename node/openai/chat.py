@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from common.constraints import constraints, thought_of
 from common.errors import RequestError
+from common.reasoning import ReasoningParser, opens_thinking, splits_reasoning
 from common.response_format import read_response_format
+from common.tools import NO_TOOLS, ToolRequest, check_template, read_tools, tool_format
 from node.chat_template import ChatTemplate
 from node.fields import NumberRule, read_bool, read_number, refuse
 from node.openai.calls import Call
+from node.openai.chat_text import ChatParts
 from node.openai.fields import COMMON, check_unsupported, generate_fields, given, read_wishes
 from node.openai.messages import Message, read_messages
 
 _TOP_LOGPROBS = NumberRule(integer=True, low=0, high=1024)
-_UNSUPPORTED = frozenset(["functions", "function_call", "audio", "prediction", "web_search_options", "tools", "task"])
+_UNSUPPORTED = frozenset(["functions", "function_call", "audio", "prediction", "web_search_options", "task"])
 _IGNORED = frozenset(
     [
-        "tool_choice",
-        "parallel_tool_calls",
         "verbosity",
-        "separate_reasoning",
         "stream_reasoning",
         "return_meta_info",
         "return_prompt_token_ids",
@@ -36,28 +39,69 @@ _KNOWN = (
     | _UNSUPPORTED
     | _IGNORED
     | TEMPLATE_FIELDS
+    | {"tools", "tool_choice", "parallel_tool_calls", "separate_reasoning"}
     | {"max_tokens", "max_completion_tokens", "top_logprobs", "modalities"}
 )
 _NAMES = {"text": "messages", "input_ids": "messages", "top_logprobs_num": "top_logprobs"}
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
-def read_chat(raw: dict[str, Any], template: ChatTemplate | None) -> Call:
+class ChatModel(msgspec.Struct, frozen=True, kw_only=True):
+    """How this model chats. template: None where it has none. reasoning: how thoughts are told from content.
+    special_tokens: texts of those that the tokenizer has."""
+
+    template: ChatTemplate | None
+    reasoning: ReasoningParser
+    special_tokens: frozenset[str]
+
+    @property
+    def tool_source(self) -> str | None:
+        return None if self.template is None else self.template.tool_source
+
+    @property
+    def splits_reasoning(self) -> bool:
+        return splits_reasoning(self.reasoning, None if self.template is None else self.template.source)
+
+
+def read_chat(raw: dict[str, Any], model: ChatModel) -> Call:
     """Raises RequestError. What /generate has to say of the fields it says itself."""
     fields = given(raw, _KNOWN)
     check_unsupported(fields, _UNSUPPORTED)
     if fields.get("modalities", ["text"]) != ["text"]:
         refuse("modalities", fields["modalities"], '["text"]')
-    body = generate_fields(fields, _max_tokens(fields)) | {"text": render(fields, template)}
-    _add_stops(body["sampling_params"], template)
-    if (schema := read_response_format(fields.get("response_format"))) is not None:
-        body["sampling_params"]["json_schema"] = schema
+    tools = read_tools(fields)
+    check_template(tools, model.tool_source)
+    prompt = render(fields, model.template, tools)
+    body = generate_fields(fields, _max_tokens(fields)) | {"text": prompt}
+    _add_stops(body["sampling_params"], model.template)
+    _constrain(body["sampling_params"], fields, prompt, tools, model)
     logprobs = read_bool("logprobs", fields.get("logprobs", False))
     body |= _logprob_fields(fields, logprobs=logprobs)
-    return Call(body=body, wishes=read_wishes(fields, logprobs=logprobs), names=_NAMES, special_tokens=False)
+    return Call(
+        body=body,
+        wishes=read_wishes(fields, logprobs=logprobs),
+        names=_NAMES,
+        special_tokens=False,
+        parts=_parts(fields, prompt, tools, model),
+    )
 
 
-def render(fields: dict[str, Any], template: ChatTemplate | None) -> str:
+def _constrain(
+    sampling: dict[str, Any], fields: dict[str, Any], prompt: str, tools: ToolRequest, model: ChatModel
+) -> None:
+    """Add the grammar that response format and tools make."""
+    schema = read_response_format(fields.get("response_format"))
+    thought = thought_of(prompt, splits=model.splits_reasoning)
+    sampling |= constraints(schema, tools, tool_format(model.tool_source), thought, model.special_tokens)
+
+
+def _parts(fields: dict[str, Any], prompt: str, tools: ToolRequest, model: ChatModel) -> ChatParts:
+    separate = read_bool("separate_reasoning", fields.get("separate_reasoning", True))
+    thinking = opens_thinking(prompt) if separate and model.splits_reasoning else None
+    return ChatParts(thinking=thinking, tools=tools, form=tool_format(model.tool_source))
+
+
+def render(fields: dict[str, Any], template: ChatTemplate | None, tools: ToolRequest = NO_TOOLS) -> str:
     """The prompt of `messages`. With continue_final_message the answer goes on with the last one, the assistant's."""
     if template is None:
         raise RequestError(
@@ -69,6 +113,7 @@ def render(fields: dict[str, Any], template: ChatTemplate | None) -> str:
     begun = _begun_answer(messages, fields)
     prompt = template.render(
         messages,
+        tools=tools.raw or None,
         add_generation_prompt=read_bool("add_generation_prompt", fields.get("add_generation_prompt", True)),
         variables=_variables(fields),
     )

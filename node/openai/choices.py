@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from node.answers import LogprobEntry
+from node.openai.chat_text import ChatText
 from node.openai.logprobs import Alternatives, TextLogprobs, TokenNames, chat_logprobs
 
 AnswerObject = dict[str, Any]
@@ -108,42 +109,47 @@ class TextChoice:
 
 class ChatChoice:
     """Of /v1/chat/completions. names: of tokens, when log-probabilities are wanted. begun: a resumed answer, whose
-    client has the role."""
+    client has the role.
+
+    All that is new goes into one chunk, the finish reason too: so a router that has half of a stream knows by its
+    chunks which tokens its client has seen.
+    """
 
     def __init__(
-        self, index: int, new: NewPart, *, names: TokenNames | None, token_ids: bool, begun: bool = False
+        self, index: int, new: NewPart, text: ChatText, *, names: TokenNames | None, token_ids: bool, begun: bool
     ) -> None:
         self._index = index
         self._new = new
+        self._text = text
         self._names = names
         self._token_ids = token_ids
         self._begun = begun
 
     def whole(self, answer: AnswerObject) -> Choice:
         self._new.read(answer)
-        message = {"role": "assistant", "content": answer["text"], "refusal": None}
-        return self._choice({"message": message, "logprobs": self._logprobs(), **finish_fields(answer)}, token_ids=True)
+        message = self._text.whole(answer["text"]).message()
+        return self._choice({"message": message}, answer)
 
     def take(self, answer: AnswerObject) -> list[Choice]:
-        """The role comes first, the finish reason last, each in a chunk of its own, as clients know it."""
+        """The role comes first, in a chunk of its own, as clients know it."""
         self._new.read(answer)
-        choices = []
+        choices: list[Choice] = []
         if not self._begun:
             self._begun = True
-            choices.append(self._delta({"role": "assistant", "content": ""}))
-        if self._new.text or (self._new.token_ids and (self._names is not None or self._token_ids)):
-            delta = {"delta": {"content": self._new.text}, "logprobs": self._logprobs(), "finish_reason": None}
-            choices.append(self._choice(delta, token_ids=True))
-        if answer["meta_info"]["finish_reason"] is not None:
-            choices.append(self._choice({"delta": {}, "logprobs": None, **finish_fields(answer)}))
+            role = {"role": "assistant", "content": ""}
+            choices.append({"index": self._index, "delta": role, "logprobs": None, "finish_reason": None})
+        is_last = answer["meta_info"]["finish_reason"] is not None
+        delta = self._text.push(self._new.text, is_last=is_last).delta()
+        shows_tokens = bool(self._new.token_ids) and (self._names is not None or self._token_ids)
+        if delta or is_last or shows_tokens:
+            choices.append(self._choice({"delta": delta}, answer))
         return choices
 
-    def _delta(self, delta: dict[str, Any]) -> Choice:
-        return self._choice({"delta": delta, "logprobs": None, "finish_reason": None})
-
-    def _choice(self, fields: dict[str, Any], *, token_ids: bool = False) -> Choice:
-        choice = {"index": self._index, **fields}
-        return choice | ({"token_ids": self._new.token_ids} if self._token_ids and token_ids else {})
+    def _choice(self, fields: dict[str, Any], answer: AnswerObject) -> Choice:
+        choice = {"index": self._index, **fields, "logprobs": self._logprobs(), **finish_fields(answer)}
+        if self._text.has_calls and choice["finish_reason"] == "stop":
+            choice["finish_reason"] = "tool_calls"
+        return choice | ({"token_ids": self._new.token_ids} if self._token_ids else {})
 
     def _logprobs(self) -> dict[str, Any] | None:
         if self._names is None:

@@ -20,13 +20,15 @@ from starlette.responses import Response
 from common.config import Role
 from common.errors import RequestError
 from common.json_body import decode_object
+from common.reasoning import ReasoningParser
 from node.answers import Answer
 from node.chat_template import ChatTemplate
 from node.generate import LONG_TEXT_CHARACTERS, EventStream, Generator, json_response
 from node.limits import ServingLimits
 from node.openai.answers import OpenAIAnswer
 from node.openai.calls import Call
-from node.openai.chat import read_chat
+from node.openai.chat import ChatModel, read_chat
+from node.openai.chat_text import ChatText
 from node.openai.choices import ChatChoice, Choices, NewPart, TextChoice
 from node.openai.completions import read_completion
 from node.openai.fields import in_openai_names
@@ -50,6 +52,7 @@ class OpenAIEndpoints:
         *,
         served_name: str,
         chat_template: ChatTemplate | None,
+        reasoning: ReasoningParser,
     ) -> None:
         self._generator = generator
         self._limits = limits
@@ -57,6 +60,9 @@ class OpenAIEndpoints:
         self._names = TokenNames(tokenizer)
         self._served_name = served_name
         self._chat_template = chat_template
+        self._chat_model = ChatModel(
+            template=chat_template, reasoning=reasoning, special_tokens=tokenizer.special_tokens
+        )
         self._started_at = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
@@ -73,7 +79,7 @@ class OpenAIEndpoints:
     # Completions
 
     async def chat(self, request: Request) -> Response:
-        return await self._respond(request, CHAT, lambda raw: read_chat(raw, self._chat_template))
+        return await self._respond(request, CHAT, lambda raw: read_chat(raw, self._chat_model))
 
     async def complete(self, request: Request) -> Response:
         return await self._respond(request, TEXT, read_completion)
@@ -121,12 +127,16 @@ class OpenAIEndpoints:
 
     def _chat_choice(self, place: int, call: Call, parsed: ParsedRequest, generate: GenerateRequest) -> Choices:
         wishes = call.wishes
+        text = ChatText(call.parts, generate.submits[place].rid)
+        shown = self._shown(generate, place)
+        text.push(shown, is_last=False)
         return ChatChoice(
             place,
-            self._new_part(generate, place),
+            NewPart(len(shown), len(generate.resume.output_ids)),
+            text,
             names=self._names if wishes.logprobs else None,
             token_ids=wishes.return_token_ids,
-            begun=bool(generate.resume.output_ids),
+            begun=call.body["resume"] is not None,
         )
 
     def _text_choice(self, place: int, call: Call, parsed: ParsedRequest, generate: GenerateRequest) -> Choices:
@@ -135,7 +145,7 @@ class OpenAIEndpoints:
         skips = generate.submits[place].sampling.skip_special_tokens
         return TextChoice(
             place,
-            self._new_part(generate, place),
+            NewPart(len(self._shown(generate, place)), len(generate.resume.output_ids)),
             prompt=prompt,
             prompt_logprobs=self._text_logprobs(0, skips=False) if wishes.echo and wishes.logprobs else None,
             logprobs=self._text_logprobs(len(prompt), skips=skips) if wishes.logprobs else None,
@@ -143,13 +153,12 @@ class OpenAIEndpoints:
             shows_output=self._limits.role is not Role.PREFILL,
         )
 
-    def _new_part(self, generate: GenerateRequest, place: int) -> NewPart:
-        """What a resumed answer begins with, its client has."""
-        known = generate.resume.output_ids
-        if not known:
-            return NewPart()
+    def _shown(self, generate: GenerateRequest, place: int) -> str:
+        """The text that a resumed answer begins with, which its client has."""
+        if not generate.resume.output_ids:
+            return ""
         begun = Answer(generate.submits[place], self._tokenizer, return_text=False, resume=generate.resume)
-        return NewPart(len(begun.object()["text"]), len(known))
+        return str(begun.object()["text"])
 
     def _text_logprobs(self, offset: int, *, skips: bool) -> TextLogprobs:
         return TextLogprobs(self._names, self._tokenizer, skip_special_tokens=skips, offset=offset)

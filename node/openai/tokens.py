@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from common.errors import RequestError
+from common.tools import read_tools
 from node.chat_template import ChatTemplate
 from node.fields import read_bool, read_token_ids, refuse
 from node.openai.chat import TEMPLATE_FIELDS, render
@@ -15,7 +16,15 @@ from node.openai.logprobs import TokenNames
 from node.tokenizer import Tokenizer
 
 MAX_LISTS = 512
-_TOKENIZE = TEMPLATE_FIELDS | {"model", "prompt", "add_special_tokens", "return_token_strs"}
+_TOKENIZE = TEMPLATE_FIELDS | {
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "model",
+    "prompt",
+    "add_special_tokens",
+    "return_token_strs",
+}
 _DETOKENIZE = frozenset(["model", "tokens", "skip_special_tokens"])
 
 
@@ -52,7 +61,7 @@ def read_texts(raw: dict[str, Any], template: ChatTemplate | None) -> Texts:
     if ("prompt" in fields) == ("messages" in fields):
         raise RequestError("prompt or messages: one of them must be given", param="prompt")
     is_chat = "messages" in fields
-    prompt = render(fields, template) if is_chat else fields["prompt"]
+    prompt = render(fields, template, read_tools(fields)) if is_chat else fields["prompt"]
     texts = prompt if isinstance(prompt, list) else [prompt]
     if not all(isinstance(text, str) for text in texts) or not 0 < len(texts) <= MAX_LISTS:
         refuse("prompt", prompt, f"a string or a list of 1 to {MAX_LISTS} strings")
