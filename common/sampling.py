@@ -8,8 +8,9 @@ import msgspec
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence's sampling rules. Field names and defaults are those of an SGLang server's `sampling_params`.
 
-    temperature 0 means greedy. top_k -1 means the whole vocabulary. `sampling_seed` is always set by the front: token i
-    of the answer depends only on (seed, i), the logits and these rules, so that a hand-off needs no generator state.
+    temperature 0 means greedy. top_k -1 means the whole vocabulary. grammar: what the answer has to follow, a checked
+    text in llguidance's form (`node/grammars.py`). `sampling_seed` is always set by the front: token i of the answer
+    depends only on (seed, i), the logits and these rules, so that a hand-off needs no generator state.
     """
 
     max_new_tokens: int = 128
@@ -30,6 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     sampling_seed: int = 0
     stream_interval: int = 1
+    grammar: str | None = None
 
 
 class LogprobOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ changes the scheduler's sequences.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from common.errors import ServingError
 from common.sampling import LogprobOptions, SamplingParams, TokenLogprob
 from engine.batch import OnLayer, Row, Track
+from engine.grammar import Grammar, GrammarError
 from engine.sampler import NonFiniteLogits, SampleRow, prompt_logprobs, sample
 
 
@@ -55,7 +58,7 @@ class PlannedRow(NamedTuple):
 
     token_ids: None when it is the one token that the step before samples for `key`. output_ids: the answer so far,
     without that token. samples: whether the row's last logits give the sequence's next token. prompt: what the other
-    logits are for.
+    logits are for. grammar: what the next token has to obey.
     """
 
     key: int
@@ -71,14 +74,16 @@ class PlannedRow(NamedTuple):
     prompt_ids: Seq[int]
     output_ids: Seq[int]
     prompt: PromptLogprobs | None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """tokens: what was sampled, by key. failed: keys whose logits were not finite. prompt_logprobs: by key."""
+    """tokens: what was sampled, by key. failed: keys whose logits were not finite, or whose answer cannot follow its
+    grammar. prompt_logprobs: by key."""
 
     tokens: dict[int, TokenLogprob]
-    failed: dict[int, NonFiniteLogits]
+    failed: Mapping[int, ServingError]
     prompt_logprobs: dict[int, list[TokenLogprob]]
 
 
@@ -118,18 +123,17 @@ class Device:
             on_layer,
         )
         starts = [0, *accumulate(p.num_logits for p in planned)]
-        candidates = [
-            (
-                p.key,
-                end - 1,
-                SampleRow(params=p.sampling, logprobs=p.logprobs, prompt_ids=p.prompt_ids, output_ids=answer),
-            )
-            for p, (_, answer), end in zip(planned, resolved, starts[1:], strict=True)
-            if p.samples
-        ]
+        candidates: list[Candidate] = []
+        stuck: dict[int, ServingError] = {}
+        for p, (_, answer), end in zip(planned, resolved, starts[1:], strict=True):
+            if p.samples:
+                try:
+                    candidates.append((p.key, end - 1, _sample_row(p, answer)))
+                except GrammarError as error:
+                    stuck[p.key] = error
         tokens, failed = self._sample(candidates, logits)
         prompts, broken = _prompt_logprobs(planned, starts, logits)
-        result = StepResult(tokens=tokens, failed=failed | broken, prompt_logprobs=prompts)
+        result = StepResult(tokens=tokens, failed=stuck | failed | broken, prompt_logprobs=prompts)
         self._last = result
         return result
 
@@ -144,9 +148,9 @@ class Device:
 
     def _sample(
         self, candidates: list[Candidate], logits: Tensor
-    ) -> tuple[dict[int, TokenLogprob], dict[int, NonFiniteLogits]]:
+    ) -> tuple[dict[int, TokenLogprob], dict[int, ServingError]]:
         """One token for each candidate. Those with non-finite logits fail alone."""
-        failed: dict[int, NonFiniteLogits] = {}
+        failed: dict[int, ServingError] = {}
         while candidates:
             chosen = logits if len(candidates) == len(logits) else logits[[at for _, at, _ in candidates]]
             try:
@@ -159,12 +163,23 @@ class Device:
         return {}, failed
 
 
+def _sample_row(planned: PlannedRow, answer: Seq[int]) -> SampleRow:
+    """Raises GrammarError."""
+    return SampleRow(
+        params=planned.sampling,
+        logprobs=planned.logprobs,
+        prompt_ids=planned.prompt_ids,
+        output_ids=answer,
+        allowed=None if planned.grammar is None else planned.grammar.allowed(answer),
+    )
+
+
 def _prompt_logprobs(
     rows: Seq[PlannedRow], starts: Seq[int], logits: Tensor
-) -> tuple[dict[int, list[TokenLogprob]], dict[int, NonFiniteLogits]]:
+) -> tuple[dict[int, list[TokenLogprob]], dict[int, ServingError]]:
     """What was asked of the prompts, and whose logits were not finite."""
     found: dict[int, list[TokenLogprob]] = {}
-    failed: dict[int, NonFiniteLogits] = {}
+    failed: dict[int, ServingError] = {}
     for planned, start in zip(rows, starts, strict=False):
         wanted = planned.prompt
         if wanted is not None:

@@ -27,7 +27,9 @@ STEP_CPU_S = 0.25  # of this thread, for the tokens that may come next: more is 
 
 def parser_limits() -> LLParserLimits:
     """What a grammar may cost: a row of the parser, a lexer and its states (1 to 2 kB each)."""
-    return LLParserLimits(max_items_in_row=2000, max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False)
+    return LLParserLimits(
+        max_items_in_row=2000, max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False
+    )
 
 
 class GrammarError(RequestError):
@@ -59,8 +61,8 @@ def compile_grammar(tokens: LLTokenizer, text: str) -> LLMatcher:
 class Grammar:
     """One sequence's place in its grammar.
 
-    The device's thread asks for `allowed`, the scheduler's for `is_over`; both name the whole answer so far. A lock lets
-    only one of them move on at a time.
+    The device's thread asks for `allowed`, the scheduler's for `is_over`; both name the whole answer so far. A lock
+    lets only one of them move on at a time.
     """
 
     def __init__(self, compiled: Future[LLMatcher]) -> None:

@@ -3,11 +3,12 @@
 Legend: B rows of a batch (one per sequence), R the rows of it that need more than an argmax, V vocabulary, n positions
 of a prompt, K alternatives reported. Logits are float32; bias, penalties and filters are computed in float64.
 
-Rules, in this order: logit_bias, penalties, min_new_tokens, then argmax at temperature 0, otherwise temperature, top_k,
-top_p (of what top_k left), min_p and the draw. The draw for token i is a pure function of (sampling_seed, i), the
-logits and the rules: filtered probabilities become integer weights, whose running sum is exact in any order, so that
-neither the batch around a row nor the device changes what is drawn. Tokens are laid out by id, not by rank, on the unit
-interval: a rounding error that swaps two likely tokens then moves a border by as much, not by a token's whole share.
+Rules, in this order: logit_bias, penalties, min_new_tokens, the grammar's mask, then argmax at temperature 0, otherwise
+temperature, top_k, top_p (of what top_k left), min_p and the draw. The draw for token i is a pure function of
+(sampling_seed, i), the logits and the rules: filtered probabilities become integer weights, whose running sum is exact
+in any order, so that neither the batch around a row nor the device changes what is drawn. Tokens are laid out by id,
+not by rank, on the unit interval: a rounding error that swaps two likely tokens then moves a border by as much, not by
+a token's whole share.
 This file knows nothing of sequences, pools or tokenizers, and keeps no state.
 """
 
@@ -45,13 +46,15 @@ class NonFiniteLogits(ServingError):  # noqa: N818
 class SampleRow:
     """What the sampler must know of the sequence behind one row of logits. Only read, never kept.
 
-    prompt_ids, output_ids: the tokens so far; the token to choose is number `len(output_ids)` of the answer.
+    prompt_ids, output_ids: the tokens so far; the token to choose is number `len(output_ids)` of the answer. allowed:
+    the tokens that may be chosen, bit i % 8 of byte i // 8 for token i; None: all.
     """
 
     params: SamplingParams
     logprobs: LogprobOptions
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
+    allowed: bytes | None = None
 
 
 def sample(logits: Tensor, rows: Sequence[SampleRow], *, eos_ids: frozenset[int]) -> list[TokenLogprob]:
@@ -140,21 +143,42 @@ def _is_adjusted(row: SampleRow) -> bool:
         or params.frequency_penalty != 0.0
         or params.presence_penalty != 0.0
         or params.min_new_tokens > len(row.output_ids)
+        or row.allowed is not None
     )
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SampleRow], eos_ids: frozenset[int]) -> Tensor:
-    """A float64 copy [R, V] of the logits after bias, penalties and the mask of min_new_tokens."""
+    """A float64 copy [R, V] of the logits after bias, penalties and the masks of min_new_tokens and grammar.
+
+    A bias that leaves a row no token is ignored, and so is min_new_tokens where the grammar allows nothing but the end.
+    """
     scores = logits.double()  # [R, V]
     adjusted = [r for r, row in enumerate(rows) if _is_adjusted(row)]
     for r in adjusted:
         _bias(scores[r], rows[r].params)
         _penalise(scores[r], rows[r], eos_ids)
-    if adjusted:
-        for r in (scores.amax(dim=-1) == -math.inf).nonzero().flatten().tolist():
-            scores[r] = logits[r]
-            _penalise(scores[r], rows[r], eos_ids)
+        _forbid(scores[r], rows[r].allowed)
+    for r in _without_token(scores) if adjusted else ():
+        scores[r] = logits[r]
+        _penalise(scores[r], rows[r], eos_ids)
+        _forbid(scores[r], rows[r].allowed)
+    for r in _without_token(scores) if any(row.allowed for row in rows) else ():
+        scores[r] = logits[r]
+        _forbid(scores[r], rows[r].allowed)
     return scores
+
+
+def _without_token(scores: Tensor) -> list[int]:
+    """Rows of [R, V] in which everything is forbidden."""
+    rows: list[int] = (scores.amax(dim=-1) == -math.inf).nonzero().flatten().tolist()
+    return rows
+
+
+def _forbid(scores: Tensor, allowed: bytes | None) -> None:
+    """Forbid in scores [V], in place, what the grammar does not allow."""
+    if allowed is not None:
+        bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(scores), bitorder="little")  # [V]
+        scores.masked_fill_(torch.from_numpy(bits == 0).to(scores.device), -math.inf)
 
 
 def _bias(scores: Tensor, params: SamplingParams) -> None:

@@ -405,8 +405,15 @@ class Scheduler:
         sequence.output_ids.append(token.token_id)
         if self.hold_after_prefill:
             return Emission(sequence=sequence, token=token, finish=None)
+        return self._finish(sequence, token, self._why_over(sequence))
+
+    def _why_over(self, sequence: Sequence) -> FinishReason | None:
+        """What a client or the model said ends it comes before the end of its grammar, and this before length."""
         finish = self.stopping.check(sequence.sampling, sequence.output_ids)
-        return self._finish(sequence, token, finish)
+        if finish is not None and finish.type == "stop":
+            return finish
+        is_complete = sequence.grammar is not None and sequence.grammar.is_over(sequence.output_ids)
+        return FinishReason(type="stop") if is_complete else finish
 
     def _finish(self, sequence: Sequence, token: TokenLogprob | None, finish: FinishReason | None) -> Emission:
         if finish is not None and not self.hold_after_prefill:
@@ -449,6 +456,7 @@ def _planned_row(share: _Share) -> PlannedRow:
         prompt_ids=sequence.prompt_ids,
         output_ids=list(sequence.output_ids),
         prompt=prompt,
+        grammar=sequence.grammar,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from common.sampling import FinishReason, LogprobOptions, SamplingParams, TokenLogprob
 from engine.batch import Track
+from engine.grammar import Grammar
 from engine.radix_cache import Lock
 
 
@@ -50,6 +51,7 @@ class Sequence:
     track_target: the position whose state prefill saves; branch_position: what the cache's match asked for.
     tracked: the newest saved state, or the one that a planned step of the prefill saves. spare_slots: slots with saved
     states that the cache did not want; a hand-off may be reading them, so they are freed with the rest.
+    grammar: its place in the grammar that the answer follows, if there is one.
     num_resumed_tokens: so many of output_ids were made by another rank before it came here.
     prompt_logprobs: positions `logprobs.start_len` … as far as they are known.
     """
@@ -67,6 +69,7 @@ class Sequence:
     checkpoint: Checkpoint | None = None
     slot: int | None = None
     extra_key: str | None = None
+    grammar: Grammar | None = None
     num_resumed_tokens: int = 0
     pending: int = 0
     in_flight: int = 0

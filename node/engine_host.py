@@ -18,6 +18,7 @@ from common.errors import ConfigError, ErrorRecord, RequestError, ServingError
 from common.sampling import TokenLogprob
 from engine.allocator import PageAllocator, SlotAllocator
 from engine.backend import make_engine
+from engine.grammar import GrammarCompiler
 from engine.memory import SequenceMemory
 from engine.model_config import HybridConfig
 from engine.radix_cache import RadixCache
@@ -79,6 +80,7 @@ class EngineHost:
             overlap=tracking.overlap,
             hold_after_prefill=hold_after_prefill,
         )
+        self.grammars = GrammarCompiler(config.model.path, hybrid.vocab_size, eos_ids)
         self.sequences: dict[str, Sequence] = {}
         self.accounts = Accounts(self.scheduler, self.sequences)
         self.leaks = LeakDetector()
@@ -101,6 +103,7 @@ class EngineHost:
             arrival_s=message.arrival_s,
             extra_key=message.extra_key,
             output_ids=list(message.output_ids),
+            grammar=None if message.sampling.grammar is None else self.grammars.start(message.sampling.grammar),
             num_resumed_tokens=len(message.output_ids),
         )
         self.sequences[message.rid] = sequence

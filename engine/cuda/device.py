@@ -93,6 +93,7 @@ def _is_plain(planned: PlannedRow) -> bool:
         not planned.samples
         or (
             params.temperature == 0
+            and planned.grammar is None
             and not planned.logprobs.wanted
             and not params.logit_bias
             and params.repetition_penalty == 1.0
