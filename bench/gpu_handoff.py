@@ -1,9 +1,10 @@
 """The section `handoff` of `gpu.py`: what a hand-off between two processes on one card costs.
 
 Nodes of the 9B shape with random weights, asked over HTTP, one request at a time, no prompt twice. Time to first token:
-from sending the request to the first event of its stream. unified; pair: both legs sent at once, as a router does;
-router: through one; late: the pair with a prefill node that sends when all layers are done, so that `exposed` is then
-the whole hand-off. exposed: from the end of prefill until decode has accepted, as the prefill leg's answer says it.
+from sending the request to the first event of its stream. unified; pair: both legs sent at once, as a router does, over
+cuda_ipc; router: through one; tcp: a pair over Mooncake TCP (left out without a Mooncake for CUDA). exposed: from the
+end of prefill until decode has accepted, as the prefill leg's answer says it. `together`: eight prompts at once, to the
+first and to the last of their first tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 import aiohttp
 import torch
 
-from common.config import Verify
+from common.config import TransferConfig, TransportName, Verify
+from common.errors import ConfigError
 from engine.model_config import HybridConfig
 from engine.pools import StatePools
 from node.transport_memory import pool_allocator
@@ -31,8 +33,10 @@ from tests.support.stack import MODEL, Server, free_port, node, running, wait_he
 from transfer.cuda_ipc import CudaIpcTransport
 from transfer.device_digest import DeviceReader
 from transfer.plan import all_layers, plan_pages, plan_slot
+from transfer.transport import open_transport
 
 LENGTHS = (2048, 2100, 8192)
+TOGETHER, TOGETHER_LENGTH = 8, 2048
 REPEATS, WARM_UPS = 7, 2
 PAGE = 16
 NODE = {
@@ -46,6 +50,7 @@ NODE = {
 }
 JSON = {"content-type": "application/json"}
 Figures = dict[str, Any]
+Servers = dict[str, tuple[Server, int]]
 
 
 def handoff(config: HybridConfig) -> Figures:
@@ -53,7 +58,7 @@ def handoff(config: HybridConfig) -> Figures:
         folder = Path(name)
         write_model(config, folder / "model")
         with nodes(folder) as servers:
-            figures = asyncio.run(first_tokens(servers, config.vocab_size))
+            figures = asyncio.run(measure(servers, config.vocab_size))
     return figures | pieces(config)
 
 
@@ -82,17 +87,19 @@ def write_model(config: HybridConfig, folder: Path) -> None:
 
 
 @contextmanager
-def nodes(folder: Path) -> Iterator[dict[str, tuple[Server, int]]]:
-    """unified, prefill, late, decode, router, by name, with the bootstrap port of those that have one."""
+def nodes(folder: Path) -> Iterator[Servers]:
+    """unified, prefill, decode, router and, where it can be, the pair over TCP, by name, with the bootstrap port of a
+    prefill node."""
     settings = NODE | {"model-path": folder / "model"}
+    near, far = ["--transport", "cuda_ipc"], ["--transport", "mooncake"]
     model = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    found: dict[str, tuple[Server, int]] = {}
+    found: Servers = {}
     with ExitStack() as exits:
         for name, role, extra in (
             ("unified", "unified", []),
-            ("prefill", "prefill", []),
-            ("late", "prefill", ["--disable-layerwise-transfer"]),
-            ("decode", "decode", []),
+            ("prefill", "prefill", near),
+            ("decode", "decode", near),
+            *((("prefill tcp", "prefill", far), ("decode tcp", "decode", far)) if has_far() else ()),
         ):
             port = free_port() if role == "prefill" else None
             logs = folder / name
@@ -111,18 +118,51 @@ def nodes(folder: Path) -> Iterator[dict[str, tuple[Server, int]]]:
         yield found
 
 
-async def first_tokens(servers: dict[str, tuple[Server, int]], vocabulary: int) -> Figures:
+def has_far() -> bool:
+    """Whether Mooncake can carry a card's memory here."""
+    try:
+        open_transport(TransferConfig(transport=TransportName.MOONCAKE), "cuda").close()
+    except ConfigError as error:
+        print(f"without Mooncake: {error.message}", flush=True)
+        return False
+    return True
+
+
+async def measure(servers: Servers, vocabulary: int) -> Figures:
     """By length and way, milliseconds: the median, the smallest and largest; of pairs the exposed part too."""
     draw, figures = random.Random(5), {}
+    ways = ["unified", "pair", "router", *(["tcp"] if "decode tcp" in servers else [])]
+
+    def prompt(length: int) -> list[int]:
+        return [draw.randrange(1, vocabulary) for _ in range(length)]
+
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
         for length in LENGTHS:
-            rows: dict[str, list[Figures]] = {way: [] for way in ("unified", "pair", "router", "late")}
+            rows: dict[str, list[Figures]] = {way: [] for way in ways}
             for _ in range(WARM_UPS + REPEATS):
                 for way, found in rows.items():
-                    ids = [draw.randrange(1, vocabulary) for _ in range(length)]
-                    found.append(await ask(session, servers, way, ids, draw.randrange(2**40)))
+                    found.append(await ask(session, servers, way, prompt(length), draw.randrange(2**40)))
             figures[f"ttft {length}"] = summary({way: found[WARM_UPS:] for way, found in rows.items()})
             print(f"ttft {length}", figures[f"ttft {length}"], flush=True)
+        crowds: dict[str, list[list[float]]] = {way: [] for way in ways}
+        for _ in range(WARM_UPS + REPEATS):
+            for way, times in crowds.items():
+                asked = (
+                    ask(session, servers, way, prompt(TOGETHER_LENGTH), draw.randrange(2**40)) for _ in range(TOGETHER)
+                )
+                times.append([row["ttft_ms"] for row in await asyncio.gather(*asked)])
+    figures["together"] = together({way: times[WARM_UPS:] for way, times in crowds.items()})
+    print("together", figures["together"], flush=True)
+    return figures
+
+
+def together(crowds: dict[str, list[list[float]]]) -> Figures:
+    """Medians of the first, mean and last first token of a crowd, and how much later the last one is than alone."""
+    figures: Figures = {}
+    for way, times in crowds.items():
+        for name, pick in (("first", min), ("mean", statistics.fmean), ("last", max)):
+            figures[f"{way}_{name}_ms"] = statistics.median(map(pick, times))
+        figures[f"{way}_ratio"] = figures[f"{way}_last_ms"] / figures["unified_last_ms"]
     return figures
 
 
@@ -136,23 +176,22 @@ def summary(rows: dict[str, list[Figures]]) -> Figures:
             values = [row[key] for row in found if key in row]
             if values:
                 figures[f"{way}_{key}"] = statistics.median(values)
-    figures["pair_more_ms"] = figures["pair_ms"] - figures["unified_ms"]
+        figures[f"{way}_more_ms"] = figures[f"{way}_ms"] - figures["unified_ms"]
     return figures
 
 
-async def ask(
-    session: aiohttp.ClientSession, servers: dict[str, tuple[Server, int]], way: str, ids: list[int], room: int
-) -> Figures:
+async def ask(session: aiohttp.ClientSession, servers: Servers, way: str, ids: list[int], room: int) -> Figures:
     body: Figures = {
         "input_ids": ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True},
     }
     if way in ("unified", "router"):
         return {"ttft_ms": await first_event(session, servers[way][0].url, body)}
-    prefill, port = servers["prefill" if way == "pair" else "late"]
+    kind = "" if way == "pair" else f" {way}"
+    prefill, port = servers[f"prefill{kind}"]
     body |= {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
     leg = asyncio.ensure_future(answer(session, prefill.url, json.dumps(body).encode()))
-    ttft_ms = await first_event(session, servers["decode"][0].url, body)
+    ttft_ms = await first_event(session, servers[f"decode{kind}"][0].url, body)
     meta = (await leg)["meta_info"]
     return {
         "ttft_ms": ttft_ms,
@@ -213,7 +252,7 @@ def pieces_of(pools: StatePools, transport: CudaIpcTransport, length: int) -> Fi
     shuffled = random.Random(1).sample(others, count)
     far = state + plan_pages(layout, places, places, list(zip(mine, shuffled, strict=True)), layers)
     nbytes = sum(block.nbytes for block in near)
-    reader = DeviceReader(layout, places, transport.device)
+    reader = DeviceReader(layout, places, transport.card)
 
     def digest() -> None:
         digests = reader.begin(Verify.DIGEST)

@@ -283,7 +283,10 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
         )
     if config.role is not Role.UNIFIED:
         _check_transport(config)
-    by_mooncake = chosen_transport(transfer.transport, config.model.device) is TransportName.MOONCAKE
+    by_mooncake = chosen_transport(transfer.transport, config.model.device) in (
+        TransportName.MOONCAKE,
+        TransportName.AUTO,
+    )
     if config.role is not Role.UNIFIED and not by_mooncake and transfer.protocol is not Protocol.TCP:
         raise ConfigError(
             f"--transfer-protocol {transfer.protocol.value}: only with --transport mooncake", param="transfer_protocol"
@@ -313,23 +316,25 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
 
 
 def chosen_transport(asked: TransportName, device: str) -> TransportName:
-    """auto is cuda_ipc where the pools lie in a card's memory, Mooncake where they lie in the host's."""
-    if asked is not TransportName.AUTO:
+    """auto is Mooncake where the pools lie in the host's memory. Where they lie in a card's it stays auto: each pair of
+    ranks has cuda_ipc when it can, Mooncake otherwise."""
+    if asked is not TransportName.AUTO or device.startswith("cuda"):
         return asked
-    return TransportName.CUDA_IPC if device.startswith("cuda") else TransportName.MOONCAKE
+    return TransportName.MOONCAKE
 
 
 def _check_transport(config: NodeConfig) -> None:
     """What carries the memory that the pools lie in, and nothing that would have to read it on a card."""
     device, transfer = config.model.device, config.transfer
     transport = chosen_transport(transfer.transport, device)
-    if device.startswith("cuda") is not (transport is TransportName.CUDA_IPC):
-        allowed = "cuda_ipc (or auto)" if device.startswith("cuda") else "mooncake, loopback (or auto)"
+    on_card = device.startswith("cuda")
+    if transport is (TransportName.LOOPBACK if on_card else TransportName.CUDA_IPC):
+        allowed = "cuda_ipc, mooncake (or auto)" if on_card else "mooncake, loopback (or auto)"
         raise ConfigError(
             f"--transport {transport.value}: it does not carry the memory of --device {device}, which {allowed} does",
             param="transport",
         )
-    if transport is not TransportName.CUDA_IPC:
+    if not on_card:
         return
     if transfer.verify is Verify.FULL:
         raise ConfigError(

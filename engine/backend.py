@@ -54,7 +54,9 @@ def _cuda_engine(
         from engine.cuda.load import load_cuda_runner
     except ImportError as error:
         raise ConfigError(f"--device {device}: {error}; install the extra gpu", param="device") from error
-    torch.cuda.set_device(device.index or 0)  # of this thread: kernels are launched there
+    # Of this thread: kernels are launched there. Not on the default stream, behind which libraries queue their copies.
+    torch.cuda.set_device(device.index or 0)
+    torch.cuda.set_stream(torch.cuda.Stream(device))
     runner = load_cuda_runner(
         model,
         engine,

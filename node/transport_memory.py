@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from common.errors import TransferError
-from transfer.transport import Transport
+from transfer.transport import DeviceTransport, Transport
 
 
 def pool_allocator(transport: Transport) -> Callable[[int], Tensor]:
     """An allocator of memory that the transport carries: uint8 tensors of the asked number of bytes."""
-    return device_allocator(transport) if transport.on_device else host_allocator(transport)
+    return device_allocator(cast(DeviceTransport, transport)) if transport.on_device else host_allocator(transport)
 
 
 def host_allocator(transport: Transport) -> Callable[[int], Tensor]:
@@ -26,18 +26,15 @@ def host_allocator(transport: Transport) -> Callable[[int], Tensor]:
     return allocate
 
 
-def device_allocator(transport: Transport) -> Callable[[int], Tensor]:
+def device_allocator(transport: DeviceTransport) -> Callable[[int], Tensor]:
     """The same of the memory of the transport's card."""
-    from transfer.cuda_ipc import CudaIpcTransport
-
-    assert isinstance(transport, CudaIpcTransport)
 
     def allocate(nbytes: int) -> Tensor:
         try:
             address = transport.device_buffer(nbytes)
         except TransferError as error:
             raise MemoryError(error.message) from error
-        return torch.as_tensor(_DeviceBytes(address, nbytes), device=transport.device)
+        return torch.as_tensor(_DeviceBytes(address, nbytes), device=torch.device("cuda", transport.card))
 
     return allocate
 

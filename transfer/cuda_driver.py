@@ -1,4 +1,4 @@
-"""The few functions of the CUDA driver that the transport `cuda_ipc` needs. Codes become typed errors here.
+"""The few functions of the CUDA driver that transports of device memory need. Codes become typed errors here.
 
 They act in the device's primary context, which is also torch's; streams, events and kernels are torch's.
 """
@@ -14,6 +14,7 @@ from common.errors import ConfigError, TransferError
 HANDLE_BYTES = 64
 _GRANULE_BYTES = 2 << 20  # a handle stands for a whole allocation of the driver, which never shares one of this size
 _OPEN_ENABLES_PEERS = 1
+_LEGACY_STREAM = 1
 
 
 class _Handle(ctypes.Structure):
@@ -46,6 +47,11 @@ class CudaDriver:
         self._call("cuCtxSynchronize")
         return address.value
 
+    def settle(self) -> None:
+        """Wait for the default stream, where libraries copy that were not given one; nothing of ours runs there."""
+        self._here()
+        self._call("cuStreamSynchronize", c_void_p(_LEGACY_STREAM))
+
     def export(self, address: int) -> bytes:
         """What another process of this host needs to `open` an allocation."""
         handle = _Handle()
@@ -76,4 +82,9 @@ class CudaDriver:
             meaning = ctypes.c_char_p()
             self._lib.cuGetErrorName(code, byref(meaning))
             said = meaning.value.decode() if meaning.value else f"code {code}"
-            raise TransferError(f"cuda_ipc: {name}: {said}", code="write_failed")
+            raise TransferError(f"CUDA: {name}: {said}", code="write_failed")
+
+
+def card_of(device: str) -> int:
+    """The number in "cuda:1"; of "cuda" 0."""
+    return int(device.partition(":")[2] or 0)

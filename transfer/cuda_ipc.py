@@ -60,11 +60,13 @@ class CudaIpcTransport:
 
     name = "cuda_ipc"
     on_device = True
+    writers = 1
 
     def __init__(self, device: torch.device) -> None:
         """Raises ConfigError when there is no such device."""
-        self.device = torch.device("cuda", device.index or 0)
-        self._driver = CudaDriver(self.device.index)
+        self.card = device.index or 0
+        self.device = torch.device("cuda", self.card)
+        self._driver = CudaDriver(self.card)
         self._lock = threading.Lock()
         self._own: dict[int, tuple[int, bytes]] = {}
         self._peers: dict[str, _Peer] = {}
@@ -110,6 +112,9 @@ class CudaIpcTransport:
                 written.record()
         return partial(_wait, written)
 
+    def settle(self) -> None:
+        """A write has ended when its event was seen."""
+
     def metadata(self, payload: bytes, nth_room: int = 0) -> bytes:
         return payload
 
@@ -125,6 +130,16 @@ class CudaIpcTransport:
         with self._lock:
             for peer in self._peers.values():
                 _wait(peer.stream)
+        return True
+
+    def reaches(self, session: str) -> bool:
+        """Whether this process can write there; from then on it holds the memory open. The reason of a no is logged."""
+        try:
+            with self._lock:
+                self._reach(session)
+        except TransferError as error:
+            log.info("no way to %s over cuda_ipc: %s", session[:60], error.message)
+            return False
         return True
 
     def forget(self, session: str) -> None:

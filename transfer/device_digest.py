@@ -28,8 +28,8 @@ Addresses = NDArray[np.int64]
 class DeviceReader(StateReader):
     """Pools in the memory of one card."""
 
-    def __init__(self, layout: StateLayout, placements: Sequence[PoolPlacement], device: torch.device) -> None:
-        """Compiles the kernel. Raises ConfigError for items that are not whole words."""
+    def __init__(self, layout: StateLayout, placements: Sequence[PoolPlacement], card: int) -> None:
+        """card: its number. Compiles the kernel. Raises ConfigError for items that are not whole words."""
         super().__init__(layout, placements)
         for pool in self.pools:
             if pool.item_bytes % WORD_BYTES or pool.stride_bytes % WORD_BYTES or pool.base % WORD_BYTES:
@@ -38,8 +38,8 @@ class DeviceReader(StateReader):
                     f"on a card only whole words of {WORD_BYTES} can be hashed",
                     param="verify",
                 )
-        self._device, self._lock = device, threading.Lock()
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._device, self._lock = torch.device("cuda", card), threading.Lock()
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
         self.hash([(self.pools[0], addresses_of(self.pools[0], [0]))])()
 
     def begin(self, verify: Verify) -> DeviceDigests:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from common.layout import PoolLayout, PoolPlacement, StateKind, StateLayout
 from transfer.narrow import is_narrowed, landing, widen
 from transfer.plan import KV, TRACK
-from transfer.transport import Transport
+from transfer.transport import DeviceTransport, Transport
 
 METADATA = "metadata"
 HOST_DIGEST, DEVICE_DIGEST = "xxh3", "xxh3 over words hashed on the card"
@@ -205,11 +205,9 @@ def open_reader(
         asked = f"--ssm-wire-dtype {wire}" if narrows else "--verify full"
         param = "ssm_wire_dtype" if narrows else "verify"
         raise ConfigError(f"{asked}: not with --transport {transport.name}, which never reads the state", param=param)
-    from transfer.cuda_ipc import CudaIpcTransport
     from transfer.device_digest import DeviceReader
 
-    assert isinstance(transport, CudaIpcTransport)
-    return DeviceReader(layout, placements, transport.device)
+    return DeviceReader(layout, placements, cast(DeviceTransport, transport).card)
 
 
 def metadata_digest(payload: bytes, verify: Verify) -> bytes:

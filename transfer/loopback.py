@@ -68,6 +68,7 @@ class LoopbackTransport:
 
     name = "loopback"
     on_device = False
+    writers = 1
 
     def __init__(self, faults: LoopbackFaults = LoopbackFaults()) -> None:  # noqa: B008 (frozen)
         self._faults = _FaultSource(faults)
@@ -124,6 +125,9 @@ class LoopbackTransport:
         """All of it at once: nothing is left to wait for."""
         self.write(session, blocks, nth_room)
         return lambda: None
+
+    def settle(self) -> None:
+        """A copy is in place when it returns."""
 
     def metadata(self, payload: bytes, nth_room: int = 0) -> bytes | None:
         faults = self._faults.now()

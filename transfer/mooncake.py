@@ -24,9 +24,18 @@ from typing import IO, Any
 
 from common.config import Protocol, TransferConfig
 from common.errors import ConfigError, TransferError
+from transfer.cuda_driver import CudaDriver, card_of
 from transfer.sockets import connected_to, open_files, own_sockets
 from transfer.transport import Block
 
+HOST_PACKAGE, DEVICE_PACKAGE = "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"
+HOST_SETTINGS = {"MC_LOG_LEVEL": "ERROR"}
+# A card's memory goes through the host in slices, which the default makes small.
+DEVICE_SETTINGS = HOST_SETTINGS | {
+    "MC_NUM_TCP_IO_THREADS": "8",
+    "MC_TCP_LANES_PER_PEER": "8",
+    "MC_TCP_SLICE_SIZE": str(4 << 20),
+}
 PACE_BYTES = 1 << 20
 PACE_SHARE = 0.7
 SHORTEST_SLEEP_S = 1e-4
@@ -40,11 +49,13 @@ class MooncakeTransport:
     """One initialised engine. `data_port` is where peers' TCP writes come in (None for RDMA and NVLink)."""
 
     on_device = False
+    writers = 1
 
-    def __init__(self, config: TransferConfig) -> None:
-        """Raises ConfigError as `open_mooncake` does."""
+    def __init__(self, config: TransferConfig, settings: dict[str, str] = HOST_SETTINGS) -> None:
+        """settings: Mooncake's, by environment variable; a user's own win. Raises ConfigError as `open_mooncake`."""
         self.name = f"mooncake-{config.protocol.value}"
         self._config = config
+        _set_environment(config, settings)
         self._engine, self._data_port = _start_engine(config)
         self._lock = threading.Lock()
         self._buffers: list[mmap.mmap] = []
@@ -113,6 +124,9 @@ class MooncakeTransport:
     def _write_failed(self, session: str, code: int) -> TransferError:
         return TransferError(f"{self.name} write to {session} failed: {_meaning(code)}", code="write_failed")
 
+    def settle(self) -> None:
+        """A write to the host's memory is in place when it is acknowledged."""
+
     def metadata(self, payload: bytes, nth_room: int = 0) -> bytes:
         return payload
 
@@ -143,6 +157,34 @@ class MooncakeTransport:
         self._engine = None
 
 
+class DeviceMooncakeTransport(MooncakeTransport):
+    """The same for the memory of a card: over TCP Mooncake copies it to and from the host, over RDMA the adapter reads
+    and writes it. One write leaves most of the way idle, so several rooms are written at a time."""
+
+    on_device = True
+    writers = 4
+
+    def __init__(self, config: TransferConfig, card: int) -> None:
+        """Raises ConfigError, also for a Mooncake that knows no CUDA."""
+        _set_environment(config, DEVICE_SETTINGS)
+        _check_build(_load(DEVICE_PACKAGE), card)
+        super().__init__(config, DEVICE_SETTINGS)
+        self.card = card
+        self._driver = CudaDriver(card)
+
+    def device_buffer(self, nbytes: int) -> int:
+        address = self._driver.allocate(nbytes)
+        self.register(address, nbytes)
+        return address
+
+    def host_buffer(self, nbytes: int) -> memoryview:
+        raise TransferError(f"{self.name} carries device memory here", code="register_failed")
+
+    def settle(self) -> None:
+        """What was acknowledged may still be on its way from the host to the card."""
+        self._driver.settle()
+
+
 class Pace:
     """How quick writes can be: the quickest so far, of those that are large enough to tell."""
 
@@ -158,16 +200,19 @@ class Pace:
         return PACE_SHARE * nbytes / self._best_bytes_s if self._best_bytes_s else 0.0
 
 
-def open_mooncake(config: TransferConfig) -> MooncakeTransport:
-    """A transport that speaks exactly the protocol asked for. Raises ConfigError, with Mooncake's own words at hand."""
-    transport = MooncakeTransport(config)
+def open_mooncake(config: TransferConfig, device: str = "cpu") -> MooncakeTransport:
+    """A transport that speaks exactly the protocol asked for. device: where pools lie. Raises ConfigError, with
+    Mooncake's own words at hand."""
+    if device.startswith("cuda"):
+        transport: MooncakeTransport = DeviceMooncakeTransport(config, card_of(device))
+    else:
+        transport = MooncakeTransport(config)
     log.info("transport installed: %s, session %s", transport.name, transport.session)
     return transport
 
 
 def _start_engine(config: TransferConfig) -> tuple[Any, int | None]:
     """An engine and its TCP data port. Raises ConfigError."""
-    _set_environment(config)
     module = _load()
     if config.protocol is Protocol.NVLINK and not (module.SUPPORT_MNNVL or module.SUPPORT_INTRA_NVLINK):
         raise ConfigError(
@@ -229,10 +274,11 @@ def _verbs_open() -> set[str]:
     return {Path(target).name for target in open_files() if "/infiniband/uverbs" in target}
 
 
-def _set_environment(config: TransferConfig) -> None:
+def _set_environment(config: TransferConfig, settings: dict[str, str]) -> None:
     """Mooncake reads its settings from the environment, when it is loaded and when it starts; a user's own win."""
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("MC_TRANSFER_TIMEOUT", str(max(1, math.ceil(config.transfer_timeout_s))))
+    timeout = {"MC_TRANSFER_TIMEOUT": str(max(1, math.ceil(config.transfer_timeout_s)))}
+    for name, value in (settings | timeout).items():
+        os.environ.setdefault(name, value)
     forced = {Protocol.TCP: "MC_FORCE_TCP", Protocol.RDMA: "MC_FORCE_HCA", Protocol.NVLINK: "MC_FORCE_MNNVL"}
     for protocol, variable in forced.items():
         if protocol is config.protocol:
@@ -241,12 +287,13 @@ def _set_environment(config: TransferConfig) -> None:
             os.environ.pop(variable, None)
 
 
-def _load() -> Any:
+def _load(package: str = HOST_PACKAGE) -> Any:
+    """package: what to install where there is none."""
     try:
         return importlib.import_module("mooncake.engine")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "--transport mooncake: not installed; run: pip install mooncake-transfer-engine-non-cuda", param="transport"
+            f"--transport mooncake: not installed; run: pip install {package}", param="transport"
         ) from error
     except ImportError as error:
         if "libibverbs" in str(error):
@@ -254,6 +301,16 @@ def _load() -> Any:
                 "--transport mooncake: needs libibverbs; run: apt-get install -y libibverbs1", param="transport"
             ) from error
         raise ConfigError(f"--transport mooncake: cannot be loaded: {error}", param="transport") from error
+
+
+def _check_build(module: Any, card: int) -> None:
+    """A build for the host alone would take addresses of a card for its own. Raises ConfigError."""
+    if b"libcudart.so" not in Path(module.__file__).read_bytes():
+        raise ConfigError(
+            f"--transport mooncake: this build does not carry the memory of --device cuda:{card}; run: pip install "
+            f"--force-reinstall {DEVICE_PACKAGE}",
+            param="transport",
+        )
 
 
 @contextlib.contextmanager

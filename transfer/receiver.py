@@ -390,6 +390,7 @@ class DecodeTransfer:
             lease = self._lease_of(link, message)
             if lease is None or not lease.live or lease.incoming is None:
                 return
+        self._transport.settle()
         for each in message.landings:
             layers = range(each.first_layer, each.end_layer)
             lease.incoming.landed(layers, num_pages=each.num_pages, state=each.state, track=each.track)
@@ -419,10 +420,11 @@ class DecodeTransfer:
             self._remove(lease)
 
     def _check(self, lease: Lease, message: Commit) -> HandoffMetadata:
-        """Compare every part's digest. Raises TransferError `digest_mismatch` naming the parts, or `bad_metadata`."""
+        """Compare every part's digest. Raises TransferError: `digest_mismatch` naming the parts, `bad_metadata`."""
         cached, filled = lease.open.num_cached_pages, message.num_pages
         if not cached <= filled <= len(lease.open.pages):
             raise TransferError(f"room {lease.room}: {filled} pages were committed", code="bad_metadata")
+        self._transport.settle()
         if lease.incoming is not None:
             found = lease.incoming.digests(filled, message.track is TrackState.RECEIVED, message.metadata)
             wrong = sorted(part for part in found | message.digests if found.get(part) != message.digests.get(part))

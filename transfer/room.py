@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import queue
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from transfer.link import Link
 from transfer.messages import Open
@@ -41,13 +42,23 @@ _NEXT: dict[RoomState, frozenset[RoomState]] = {
 }
 
 
+Lane: TypeAlias = "queue.SimpleQueue[tuple[Room, Job] | None]"
+
+
 @dataclass(slots=True)
 class Peer:
-    """One decode rank: its connection and the worker that writes to it, with the memory where it narrows states."""
+    """One decode rank: its connection and what its workers have to do, a lane for each. A room keeps to one lane.
+
+    staging: where the worker narrows states; there is only one then. at_work: workers that have not ended.
+    """
 
     link: Link
+    lanes: tuple[Lane, ...]
     staging: Staging | None = None
-    jobs: queue.SimpleQueue[tuple[Room, Job] | None] = field(default_factory=queue.SimpleQueue)
+    at_work: int = 0
+
+    def put(self, room: Room, job: Job) -> None:
+        self.lanes[room.nth % len(self.lanes)].put((room, job))
 
 
 @dataclass(slots=True)

@@ -7,15 +7,16 @@
     anything wrong, at any time: RoomFailed at once, Released when no write is in flight (then decode hears Drained)
     a write that failed may go on: decode hears Drained when its connections were closed, once nobody writes
 
-Threads: the scheduler calls; a loop thread talks to decode ranks; one worker per decode rank writes and hashes, so that
-a stuck peer holds up nobody else. A lock guards the rooms; nobody waits while holding it. What the scheduler sends
-before decode has opened the room is kept until it has.
+Threads: the scheduler calls; a loop thread talks to decode ranks; each decode rank has workers of its own that write
+and hash (`Transport.writers`), so that a stuck peer holds up nobody else. A lock guards the rooms; nobody waits while
+holding it. What the scheduler sends before decode has opened the room is kept until it has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import threading
 import time
 from collections import Counter
@@ -49,7 +50,7 @@ from transfer.messages import (
 from transfer.narrow import Staging, is_narrowed, staging_bytes, wire_dtype
 from transfer.plan import all_layers, batches
 from transfer.posting import Finish, Job, Piece, Posting, Ready, Round
-from transfer.room import Peer, Room, RoomState
+from transfer.room import Lane, Peer, Room, RoomState
 from transfer.server import FrameServer
 from transfer.transport import Block, Transport
 
@@ -236,7 +237,7 @@ class PrefillTransfer:
         offer = Offer(len(entry.open.pages), cached, cached * self._layout.page_size, entry.open.track_slot is not None)
         self._events.put(RoomOpened(entry.room, offer))
         for job in entry.waiting:
-            entry.peer.jobs.put((entry, job))
+            entry.peer.put(entry, job)
         entry.waiting.clear()
 
     def _end_declined(self, entry: Room) -> None:
@@ -257,7 +258,7 @@ class PrefillTransfer:
             assert entry.peer is not None, f"room {entry.room}: a job for a room that is {entry.state}"
             if isinstance(job, Finish):
                 self._set_transfer_deadline(entry)
-            entry.peer.jobs.put((entry, job))
+            entry.peer.put(entry, job)
 
     def _set_transfer_deadline(self, entry: Room) -> None:
         entry.deadline_s = time.monotonic() + self._config.transfer_timeout_s
@@ -299,10 +300,14 @@ class PrefillTransfer:
         """One decode rank, from its hello to the end of its connection."""
         if len(hello.placements) != len(self._layout.pools) or not hello.session:
             raise TransferError(f"{hello.node_id} did not say where its pools are", code="protocol_error")
-        peer = Peer(Link(channel, hello, self._transport.outbound), self._take_staging())
-        worker = threading.Thread(target=self._work, args=(peer,), name=f"transfer-to-{hello.node_id}", daemon=True)
-        worker.start()
-        self._workers = {each for each in self._workers if each.is_alive()} | {worker}
+        lanes: tuple[Lane, ...] = tuple(queue.SimpleQueue() for _ in range(self._transport.writers))
+        peer = Peer(Link(channel, hello, self._transport.outbound), lanes, self._take_staging(), at_work=len(lanes))
+        self._workers = {each for each in self._workers if each.is_alive()}
+        for lane in lanes:
+            name = f"transfer-to-{hello.node_id}"
+            worker = threading.Thread(target=self._work, args=(peer, lane), name=name, daemon=True)
+            worker.start()
+            self._workers.add(worker)
         with self._lock:
             self._peers.append(peer)
         log.info("decode rank %s connected from %s", hello.node_id, channel.peer_host)
@@ -398,7 +403,8 @@ class PrefillTransfer:
         with self._lock:
             self._peers.remove(peer)
             self._fail_all(peer, error)
-        peer.jobs.put(None)
+        for lane in peer.lanes:
+            lane.put(None)
 
     def _fail_all(self, peer: Peer, error: ServingError) -> None:
         for entry in [entry for entry in self._rooms.values() if entry.peer is peer]:
@@ -431,7 +437,7 @@ class PrefillTransfer:
         with self._lock:
             return any(entry.busy for entry in self._rooms.values())
 
-    # The worker of one decode rank.
+    # The workers of one decode rank.
 
     def _take_staging(self) -> Staging | None:
         """For as long as the worker lives. Registered memory stays, so a later worker gets it."""
@@ -442,30 +448,33 @@ class PrefillTransfer:
                 return self._spare_stagings.pop()
         return Staging(self._transport.host_buffer(staging_bytes(self._layout)))
 
-    def _work(self, peer: Peer) -> None:
+    def _work(self, peer: Peer, lane: Lane) -> None:
         self._greet(peer)
         ahead: tuple[Room, Job] | None = None
         while True:
-            first = ahead or peer.jobs.get()
+            first = ahead or lane.get()
             if first is None:
                 break
             entry, jobs = first[0], [first[1]]
             ahead = None
             # What the scheduler sent at once is written at once.
-            while not peer.jobs.empty():
-                following = peer.jobs.get()
+            while not lane.empty():
+                following = lane.get()
                 if following is None:
-                    peer.jobs.put(None)
+                    lane.put(None)
                     break
                 if following[0] is not entry:
                     ahead = following
                     break
                 jobs.append(following[1])
             self._perform(entry, jobs)
-        self._forget(peer)
-        if peer.staging is not None:
-            with self._lock:
+        with self._lock:
+            peer.at_work -= 1
+            is_last = not peer.at_work
+            if peer.staging is not None:
                 self._spare_stagings.append(peer.staging)
+        if is_last:
+            self._forget(peer)
 
     def _forget(self, peer: Peer) -> None:
         try:

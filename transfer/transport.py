@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
+from typing import Protocol as ProtocolType
 
 from common.config import TransferConfig, TransportName, chosen_transport
 from common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transfer.cuda_ipc import CudaIpcTransport
 
 
 class Block(NamedTuple):
@@ -21,7 +25,7 @@ class Block(NamedTuple):
     part: str
 
 
-class Transport(Protocol):
+class Transport(ProtocolType):
     """One-sided writes into a peer's registered memory. Every method but `close` may be called from any thread."""
 
     @property
@@ -31,7 +35,12 @@ class Transport(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Whether it carries the memory of a card, which the host cannot read, or the host's."""
+        """Whether it carries the memory of a card, which the host cannot read, or the host's: see `DeviceTransport`."""
+        ...
+
+    @property
+    def writers(self) -> int:
+        """How many rooms are to be written to one peer at a time: several where one leaves the way idle."""
         ...
 
     @property
@@ -64,6 +73,11 @@ class Transport(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """At the receiver, before it reads what a peer says is in place: wait for what is left of its way into memory.
+        Raises TransferError."""
+        ...
+
     def metadata(self, payload: bytes, nth_room: int = 0) -> bytes | None:
         """The metadata as it leaves: unchanged, unless a fault is injected (None: lost on the way)."""
         ...
@@ -90,6 +104,18 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+class DeviceTransport(Transport, ProtocolType):
+    """One that is `on_device`. card: the number of the device."""
+
+    @property
+    def card(self) -> int: ...
+
+    def device_buffer(self, nbytes: int) -> int:
+        """The address of zeroed device memory that peers can write to; it lives as long as the process. Raises
+        TransferError."""
+        ...
+
+
 def open_transport(config: TransferConfig, device: str = "cpu") -> Transport:
     """The transport that the configuration asks for, ready to write. device: where pools lie. Raises ConfigError."""
     if config.host in ("", "0.0.0.0", "::"):
@@ -99,16 +125,25 @@ def open_transport(config: TransferConfig, device: str = "cpu") -> Transport:
         )
     match chosen_transport(config.transport, device):
         case TransportName.CUDA_IPC:
-            try:
-                from transfer.cuda_ipc import open_cuda_ipc
-            except ImportError as error:
-                raise ConfigError(f"--transport cuda_ipc: {error}; install the extra gpu", param="transport") from error
-            return open_cuda_ipc(device)
+            return _open_cuda_ipc(device)
         case TransportName.LOOPBACK:
             from transfer.loopback import LoopbackTransport
 
             return LoopbackTransport(config.faults)
-        case TransportName.MOONCAKE | TransportName.AUTO:  # auto has become another by now
+        case TransportName.MOONCAKE:
             from transfer.mooncake import open_mooncake
 
-            return open_mooncake(config)
+            return open_mooncake(config, device)
+        case TransportName.AUTO:
+            near = _open_cuda_ipc(device)
+            from transfer.near_or_far import open_near_or_far
+
+            return open_near_or_far(near, config, device)
+
+
+def _open_cuda_ipc(device: str) -> CudaIpcTransport:
+    try:
+        from transfer.cuda_ipc import open_cuda_ipc
+    except ImportError as error:
+        raise ConfigError(f"--transport cuda_ipc: {error}; install the extra gpu", param="transport") from error
+    return open_cuda_ipc(device)

@@ -125,7 +125,7 @@ def node(device: str, role: Role = Role.DECODE, **transfer: Any) -> NodeConfig:
 @pytest.mark.parametrize(
     ("device", "settings", "param", "words"),
     [
-        ("cuda", {"transport": TransportName.MOONCAKE}, "transport", "--transport mooncake: .* --device cuda"),
+        ("cuda", {"transport": TransportName.LOOPBACK}, "transport", "--transport loopback: .* --device cuda"),
         ("cuda:1", {"transport": TransportName.LOOPBACK}, "transport", "--transport loopback: .* --device cuda:1"),
         ("cpu", {"transport": TransportName.CUDA_IPC}, "transport", "--transport cuda_ipc: .* --device cpu"),
         ("cuda", {"verify": Verify.FULL}, "verify", "--verify full: .* off, digest"),
@@ -140,9 +140,10 @@ def test_what_does_not_go_together_is_refused(device: str, settings: dict[str, A
     check_node_config(node(device, Role.UNIFIED, **settings))
 
 
-def test_auto_goes_with_the_device() -> None:
+def test_auto_and_mooncake_go_with_any_device() -> None:
     for device in ("cpu", "cuda"):
-        check_node_config(node(device))
+        for transport in (TransportName.AUTO, TransportName.MOONCAKE):
+            check_node_config(node(device, transport=transport))
 
 
 def test_ends_that_write_or_hash_otherwise_are_refused(config: Callable[..., TransferConfig], decode: Any) -> None:

@@ -216,7 +216,7 @@ def test_digests_name_the_part(transport: CudaIpcTransport) -> None:
         PoolPlacement(base=memory.data_ptr() + sum(sizes[:i]), stride_bytes=pool.item_bytes, count=8)
         for i, pool in enumerate(layout.pools)
     ]
-    reader = DeviceReader(layout, places, torch.device("cuda"))
+    reader = DeviceReader(layout, places, 0)
 
     def digests() -> dict[str, bytes]:
         taken: StateDigests = reader.begin(Verify.DIGEST)
@@ -312,5 +312,5 @@ def test_two_processes_through_the_router(tmp_path: Path) -> None:
         assert warm["meta_info"]["cached_tokens"] >= 1024
         for server in (running.prefill, running.decode):
             info = httpx.get(f"{server.url}/server_info", timeout=10).json()
-            assert (info["transport"], info["disaggregation_transfer_backend"]) == ("cuda_ipc", "cuda_ipc")
+            assert info["transport"].startswith("cuda_ipc") and info["disaggregation_transfer_backend"] == "auto"
             assert server.is_idle()
