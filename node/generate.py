@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from common.config import NodeConfig
+from common.config import NodeConfig, Role
 from common.errors import ServingError
 from common.http_server import read_body
 from common.json_body import decode_object
@@ -40,10 +40,16 @@ class Generator:
         raw = decode_object(await self.read(request))
         generate = await self.prepare(parse(raw, self._limits), arrival_s)
         exchange = await self.start(generate)
-        if generate.stream:
+        if self.streams(generate):
             return EventStream(exchange, AnswerEvents())
         async with exchange.while_connected(request.receive):
-            return json_response(await exchange.result())
+            body = json_bytes(await exchange.result())
+        # Of a prefill leg that is asked for a stream sglang-router reads JSON, while mini_lb drops five characters first.
+        return Response(b" " * len(b"data:") + body if generate.stream else body, media_type="application/json")
+
+    def streams(self, generate: GenerateRequest) -> bool:
+        """A prefill node never does: it makes one token."""
+        return generate.stream and self._limits.role is not Role.PREFILL
 
     def check_open(self) -> None:
         """Raises WorkerError when nothing new is taken."""

@@ -93,7 +93,7 @@ class OpenAIEndpoints:
         parsed, generate = await self._prepare(call, arrival_s)
         answer = self._answer(kind, call, parsed, generate)
         exchange = await self._generator.start(generate)
-        if generate.stream:
+        if self._generator.streams(generate):
             return EventStream(exchange, answer)
         async with exchange.while_connected(request.receive):
             found = await exchange.result()
