@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -39,16 +39,23 @@ def open_tracing(endpoint: str | None, service: str) -> Tracing | None:
 
     Raises ConfigError when it is no URL or OpenTelemetry is not installed.
     """
+    check_endpoint(endpoint)
     if endpoint is None:
         return None
-    parts = _split(endpoint)
+    url = endpoint.rstrip("/") + _TRACES_PATH if urlsplit(endpoint).path in ("", "/") else endpoint
+    return Tracing(_provider(url, service))
+
+
+def check_endpoint(endpoint: str | None) -> None:
+    """Raises ConfigError when it is no URL or OpenTelemetry is not installed."""
+    if endpoint is None:
+        return
+    _check_url(endpoint)
     if not _is_installed():
         raise ConfigError(
             f"--otlp-endpoint {endpoint}: OpenTelemetry is not installed; pip install 'tandem-serve[otel]'",
             param="otlp_endpoint",
         )
-    url = endpoint.rstrip("/") + _TRACES_PATH if parts in ("", "/") else endpoint
-    return Tracing(_provider(url, service))
 
 
 @contextmanager
@@ -61,8 +68,7 @@ def closing(tracing: Tracing | None) -> Iterator[None]:
             tracing.close()
 
 
-def _split(endpoint: str) -> str:
-    """The path of the URL. Raises ConfigError."""
+def _check_url(endpoint: str) -> None:
     try:
         parts = urlsplit(endpoint)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -70,7 +76,6 @@ def _split(endpoint: str) -> str:
         is_url = False
     if not is_url:
         raise ConfigError(f"--otlp-endpoint {endpoint}: a URL such as http://127.0.0.1:4318", param="otlp_endpoint")
-    return parts.path
 
 
 def _is_installed() -> bool:
@@ -165,14 +170,14 @@ def _epoch_ns(monotonic_s: float) -> int:
 
 
 class TraceContext:
-    """ASGI: what a request's headers say of its trace holds for the task that answers it."""
+    """ASGI: what a request's headers say of its trace holds for the task that answers it. find: of an application."""
 
-    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
-        self._app, self._tracing = app, tracing
+    def __init__(self, app: ASGIApp, find: Callable[[Scope], Tracing]) -> None:
+        self._app, self._find = app, find
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        with self._tracing.context_of(scope["headers"]):
+        with self._find(scope).context_of(scope["headers"]):
             await self._app(scope, receive, send)

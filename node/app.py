@@ -95,8 +95,8 @@ def create_app(node: ServingNode) -> FastAPI:
     # The token path goes past FastAPI's parameter machinery: the endpoint gets the raw request.
     app.add_route("/generate", generator.respond, methods=["POST"])
     openai.add_to(app)
-    if node.tracing is not None:
-        app.add_middleware(TraceContext, tracing=node.tracing)
+    if (tracing := node.tracing) is not None:
+        app.add_middleware(TraceContext, find=lambda _: tracing)
     app.add_middleware(Guard, keys=node.keys)
     _add_errors(app, node)
     _add_health(app, node)

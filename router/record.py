@@ -22,7 +22,9 @@ import msgspec
 
 from common.errors import ServingError
 from common.histogram import TOKENS, Histogram
+from common.tracing import Tracing
 from router.events import split_events
+from router.trace import RequestTrace
 
 if TYPE_CHECKING:
     from router.reply import Reply, Sent
@@ -140,10 +142,7 @@ class RequestRecord:
     cached_tokens: int = 0
     timing: Timing | None = None
     transfer_bytes: dict[str, int] = field(default_factory=dict)
-
-    def on_admitted(self) -> None:
-        """It waits no more."""
-        self.admitted_s = time.monotonic()
+    trace: RequestTrace | None = None
 
     def on_open(self, pair: Pair) -> None:
         """The legs of a try open."""
@@ -291,7 +290,7 @@ def _ignore(_: RequestRecord) -> None:
 class Recorder:
     """Owns the records of one router: those that run and the last `MAX_RECENT` that have ended.
 
-    on_end: told of each that has ended.
+    on_end: told of each that has ended. tracing: where its spans go, None: nowhere.
     """
 
     def __init__(self, on_end: Callable[[RequestRecord], None] = _ignore) -> None:
@@ -301,6 +300,7 @@ class Recorder:
         self.running: set[RequestRecord] = set()
         self.recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
         self._codes = {_OK, _OTHER}
+        self.tracing: Tracing | None = None
         self._recorded: WeakSet[ServingError] = WeakSet()
 
     @contextlib.contextmanager
@@ -313,6 +313,8 @@ class Recorder:
             num_sequences=request.num_sequences,
         )
         self.running.add(record)
+        if self.tracing is not None:
+            record.trace = RequestTrace(self.tracing, record)
         try:
             yield record
         except ServingError as error:
@@ -347,6 +349,8 @@ class Recorder:
         if record.opened_s is None:
             self.totals.rejected[code] += 1
         self._on_end(record)
+        if record.trace is not None:
+            record.trace.end(record)
 
     def _known(self, code: str) -> str:
         """A code fit for a label: workers of others may say anything, and each new label is kept for ever."""
