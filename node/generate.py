@@ -44,7 +44,7 @@ class Generator:
             return EventStream(exchange, AnswerEvents())
         async with exchange.while_connected(request.receive):
             body = json_bytes(await exchange.result())
-        # Of a prefill leg that is asked for a stream sglang-router reads JSON, while mini_lb drops five characters first.
+        # From a prefill leg that it asked for a stream sglang-router reads JSON, mini_lb what follows five characters.
         return Response(b" " * len(b"data:") + body if generate.stream else body, media_type="application/json")
 
     def streams(self, generate: GenerateRequest) -> bool:
