@@ -27,10 +27,12 @@ from starlette.types import Receive, Send
 from common.config import RouterConfig
 from common.errors import AbortedError, ServingError, WorkerError
 from router.admission import Admission, Terms, Turn, deadline
+from router.affinity import Affinity
 from router.attempt import Attempt
 from router.client import Network
 from router.in_flight import RID_IN_USE, InFlight
 from router.legs import Leg, LegFailed
+from router.pairing import Possible
 from router.record import Recorder, RequestRecord
 from router.reply import DONE_EVENT, Reply, Sent
 from router.request import GenerateRequest
@@ -94,7 +96,7 @@ class Dispatcher:
             with deadline(terms.deadline_s, exchange.expire):
                 async with self.admission.place(exchange.turn):
                     record.admitted_s = time.monotonic()
-                    await exchange.run(self.workers.pick())
+                    await exchange.run(self.workers.pick(exchange.affinity))
         finally:
             task = self._in_background(self._release(exchange, request))
             self._ending.update(dict.fromkeys(request.names, task))
@@ -198,6 +200,7 @@ class Exchange:
         self._stopped: LegFailed | None = None
         self._resumed_after: LegFailed | None = None
         self.request_ids = request.names
+        self.affinity = Affinity(request.fields, num_sequences=request.num_sequences)
         self.turn = Turn(terms.caller, reply.gone)
         self.rooms: list[int] = []
 
@@ -228,12 +231,16 @@ class Exchange:
 
     def _open(self, pair: Pair) -> Attempt:
         dispatcher, request = self._dispatcher, self._request
-        rooms = dispatcher.in_flight.more_rooms(request.num_sequences)
+        rooms = dispatcher.in_flight.more_rooms(request.num_sequences, pair.room_rank)
         self.rooms += rooms
         self._record.on_open(pair)
-        prefill_body, decode_body = request.leg_bodies(pair.prefill, rooms)
-        prefill = Leg(pair.prefill, prefill_body, dispatcher.workers, dispatcher.network, request.path)
-        decode = Leg(pair.decode, decode_body, dispatcher.workers, dispatcher.network, request.path)
+        prefill_body, decode_body = request.leg_bodies(pair, rooms)
+        where, weight = (dispatcher.workers, dispatcher.network, request.path), self.affinity.weight
+        prefill = Leg(pair.prefill, prefill_body, *where, share=pair.prefill_target.load.begin(weight))
+        decode = Leg(pair.decode, decode_body, *where, share=pair.decode_target.load.begin(weight))
+        if (trace := self._record.trace) is not None:
+            for leg in (prefill, decode):
+                leg.trace = trace.leg(leg.worker.role.value, leg.worker.url)
         self._attempts.append(Attempt(request, prefill, decode, self._reply, self._sent))
         return self._attempts[-1]
 
@@ -244,12 +251,12 @@ class Exchange:
         resumes = self._reply.started
         self._check_may_move(failure)
         request = self._resumed(failure) if resumes else self._request
-        self._pick(failure, resumes=resumes)  # before the wait for the legs' end: without another pair it is in vain
+        self._possible(failure, resumes=resumes)  # without another pair the wait for the legs' end is in vain
         if not await _unless_gone(gone, attempt.ended()):
             raise failure
         await _unless_gone(gone, asyncio.sleep(_BACKOFF_S * len(self._failed)))
         self._check_may_move(failure)
-        pair = self._pick(failure, resumes=resumes)
+        pair = self._dispatcher.workers.pairing.pick(self._possible(failure, resumes=resumes), self.affinity)
         self._request = request
         self._resumed_after = failure if resumes else None
         counters = self._dispatcher.counters
@@ -277,9 +284,10 @@ class Exchange:
             raise failure
         return request
 
-    def _pick(self, failure: LegFailed, *, resumes: bool) -> Pair:
+    def _possible(self, failure: LegFailed, *, resumes: bool) -> Possible:
+        """The pairs where it can go on. Raises the failure when there is none."""
         try:
-            return self._dispatcher.workers.pick(self._failed, resumes=resumes)
+            return self._dispatcher.workers.possible(self._failed, resumes=resumes)
         except WorkerError as error:
             log.info("request %s ends with %s: %s", self._request.rids[0], failure.code, error.message)
             raise failure from error

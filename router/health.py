@@ -20,6 +20,7 @@ from common.config import Role, RouterConfig
 from common.errors import WorkerError
 from router.breaker import BreakerState, Verdict
 from router.client import REFUSED, UNREACHABLE, Network
+from router.loads import RankLoad, ask_all, report_all
 from router.worker import Source, Worker
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class HealthChecks:
         return worker.source is Source.SELF and late and not worker.alive
 
     async def _check(self, worker: Worker) -> None:
+        targets = worker.targets
+        asks = ask_all(targets)
         try:
             answer = await self._network.send("GET", f"{worker.url}/health", limit_s=self._limit_s)
             health = _health(await answer.read())
@@ -100,6 +103,7 @@ class HealthChecks:
                 self._mark_dead(worker, " ".join(["/health answered", str(answer.status), *health.codes()]))
             elif not worker.alive or health.instance != worker.instance:
                 await self._welcome(worker, health.instance)
+            report_all(targets, asks, health.loads)
         except WorkerError as error:
             self._on_no_answer(worker, error)
 
@@ -117,9 +121,11 @@ class HealthChecks:
         if info.node_role is not None and info.node_role is not worker.role:
             self._on_other_role(worker, info)
             return
-        if instance is None or instance != worker.instance:
-            worker.breaker.reset()
+        is_new = instance is None or instance != worker.instance
         worker.fingerprint, worker.handoff, worker.num_ranks = info.fingerprint, info.handoff, info.dp_size
+        if is_new:
+            worker.breaker.reset()
+            worker.renew_targets()
         worker.resumes, worker.instance = info.resumes_answers, instance
         if refusal := why_refused(info.fingerprint, self._required):
             self._mark_dead(worker, refusal)
@@ -216,6 +222,7 @@ class _HealthError(msgspec.Struct):
 
 class _Health(msgspec.Struct):
     instance: str | None = None
+    loads: list[RankLoad] = []
     error: _HealthError | None = None
 
     def codes(self) -> list[str]:

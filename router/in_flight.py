@@ -33,16 +33,22 @@ class InFlight:
         self.rids.update(rids)
         return self.more_rooms(num_rooms)
 
-    def more_rooms(self, num_rooms: int) -> list[int]:
-        """For another try: a room is never used twice."""
-        return [self._new_room() for _ in range(num_rooms)]
+    def more_rooms(self, num_rooms: int, rank: tuple[int, int] = (0, 1)) -> list[int]:
+        """For another try: a room is never used twice. rank: (a rank, of how many): whose rooms they are to be."""
+        return [self._new_room(*rank) for _ in range(num_rooms)]
 
     def release(self, rids: Set[str], rooms: Iterable[int]) -> None:
         self.rids.difference_update(rids)
         self.rooms.difference_update(rooms)
 
-    def _new_room(self) -> int:
-        while (room := self._draw()) in self.rooms:
+    def _new_room(self, rank: int, num_ranks: int) -> int:
+        while (room := _room_of(rank, num_ranks, self._draw())) in self.rooms:
             pass
         self.rooms.add(room)
         return room
+
+
+def _room_of(rank: int, num_ranks: int, room: int) -> int:
+    """The largest one up to this room that is the rank modulo the number of ranks; of the smallest rooms one above."""
+    found = room - (room - rank) % num_ranks
+    return found if found >= 0 else found + num_ranks

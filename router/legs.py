@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,7 +13,9 @@ import msgspec
 from common.errors import ServingError, WorkerError
 from router.client import LOST, REFUSED, UNREACHABLE, Answer, Network
 from router.leg_outcome import LegEnd, LegOutcome, end_of
+from router.loads import Share
 from router.request import GENERATE
+from router.trace import LegTrace
 from router.workers import Worker, Workers
 
 log = logging.getLogger("tandem.router")
@@ -68,7 +71,8 @@ def _read(body: bytes) -> tuple[str | None, bool]:
 class Leg:
     """open: the worker may still be at work for it, so an abort makes sense.
 
-    `workers` is told of the leg as soon as it is made, and once of its end. partner: the other leg of the try.
+    `workers` is told of the leg as soon as it is made, and once of its end. partner: the other leg of the try. share:
+    of the load of the rank that it goes to; it ends with the leg.
     """
 
     worker: Worker
@@ -78,6 +82,8 @@ class Leg:
     path: str = GENERATE
     open: bool = True
     partner: Leg | None = None
+    trace: LegTrace | None = None
+    share: Share | None = None
     began_s: float = field(default_factory=time.monotonic)
     has_ended: bool = False
     _first_byte_s: float | None = None
@@ -98,6 +104,12 @@ class Leg:
         seconds = time.monotonic() - self.began_s
         outcome = LegOutcome(end=end, code=code, seconds=seconds, first_byte_s=self._first_byte_s, gap_s=gap_s)
         self.workers.on_leg_end(self, outcome)
+        if self.trace is not None:
+            self.trace.end(outcome)
+
+    @property
+    def _headers(self) -> Mapping[str, str] | None:
+        return None if self.trace is None else self.trace.headers
 
     def _on_chunk(self) -> None:
         self._last_byte_s = time.monotonic() - self.began_s
@@ -109,7 +121,7 @@ class Leg:
     async def start(self) -> Answer:
         """Post it; the head of a good answer. Raises LegFailed."""
         try:
-            answer = await self.network.send("POST", self.worker.url + self.path, self.body)
+            answer = await self.network.send("POST", self.worker.url + self.path, self.body, headers=self._headers)
             if answer.status == 200:
                 return answer
             body = await answer.read()

@@ -15,7 +15,7 @@ import msgspec
 
 from common.errors import RequestError
 from common.json_body import decode_object
-from router.workers import Worker
+from router.workers import Pair
 
 GENERATE = "/generate"
 MAX_SEQUENCES = 65536
@@ -57,19 +57,23 @@ class GenerateRequest:
             fields["logprob_start_len"] = -1
         return dataclasses.replace(self, fields=fields)
 
-    def leg_bodies(self, prefill: Worker, rooms: Sequence[int]) -> tuple[bytes, bytes]:
-        """(prefill, decode) bodies: the same but for `stream`, which the prefill leg is never asked for.
+    def leg_bodies(self, pair: Pair, rooms: Sequence[int]) -> tuple[bytes, bytes]:
+        """(prefill, decode) bodies: the same but for `stream`, which the prefill leg is never asked for, and ranks of
+        workers that have several.
 
         Raises RequestError when a field is nested too deep.
         """
         fields = self.fields
-        fields["bootstrap_host"] = prefill.host
-        fields["bootstrap_port"] = prefill.bootstrap_port
+        fields["bootstrap_host"] = pair.prefill.host
+        fields["bootstrap_port"] = pair.prefill.bootstrap_port
         fields["bootstrap_room"] = list(rooms) if self.lists_rooms else rooms[0]
-        decode_body = _encode(fields | {"return_token_ids": True} if self.keeps_ids else fields)
-        if not self.stream:
-            return decode_body, decode_body
-        return _encode(fields | {"stream": False}), decode_body
+        prefill_only, decode_only = pair.rank_fields(fields)
+        if self.keeps_ids:
+            decode_only["return_token_ids"] = True
+        if self.stream:
+            prefill_only["stream"] = False
+        decode_body = _encode(fields | decode_only)
+        return _encode(fields | prefill_only) if prefill_only or decode_only else decode_body, decode_body
 
     @property
     def num_bytes(self) -> int:

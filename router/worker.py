@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from common.config import Role, WorkerAddress
 from common.errors import ConfigError
 from router.breaker import Breaker, BreakerState
+from router.targets import Target, make_targets
 
 MAX_URL_CHARACTERS = 2048
 
@@ -35,6 +36,7 @@ class Worker:
     unanswered: checks in a row. num_legs: that run there; used_s: when the last one began or ended. is_leaving: it gets
     no requests and is removed when it has no leg any more. heard_s: when it last registered, if it does that itself.
     ejected_until_s: it is much slower than its peers and gets no requests until then; ejections: how often, of late.
+    targets: its ranks, to be chosen from.
     """
 
     role: Role
@@ -59,6 +61,14 @@ class Worker:
     ejections: int = 0
     breaker: Breaker = field(default_factory=Breaker)
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
+    targets: tuple[Target, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.renew_targets()
+
+    def renew_targets(self) -> None:
+        """What was known of its load and its caches is no longer true."""
+        self.targets = make_targets(self, self.num_ranks)
 
     @property
     def id(self) -> str:
@@ -91,9 +101,13 @@ class Worker:
             return self.breaker.state.value
         return "ejected" if self.is_ejected else "alive"
 
+    @property
+    def layout(self) -> tuple[str | None, str | None]:
+        return self.fingerprint, self.handoff
+
     def fits(self, other: Worker) -> bool:
         """Whether these two can hand over state."""
-        return (self.fingerprint, self.handoff) == (other.fingerprint, other.handoff)
+        return self.layout == other.layout
 
     def describe(self) -> dict[str, Any]:
         state = {"role": self.role.value, "url": self.url, "alive": self.alive, "fingerprint": self.fingerprint}
@@ -109,6 +123,7 @@ class Worker:
             "bootstrap_port": self.bootstrap_port,
             "ranks": self.num_ranks,
             "requests": self.num_legs,
+            "loads": [round(target.load.tokens) for target in self.targets],
             "handoff": self.handoff,
             "instance": self.instance,
             "breaker": self.breaker.describe(),

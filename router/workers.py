@@ -6,19 +6,19 @@ Whether a worker lives is router/health.py's; how workers come and go router/mem
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakSet
+from typing import TYPE_CHECKING
 
 from common.config import Role, RouterConfig
 from common.errors import WorkerError
+from router.affinity import Affinity
 from router.breaker import Breaker, BreakerLimits, BreakerState, Verdict, guilty_leg
 from router.client import Network
 from router.health import HealthChecks
 from router.leg_outcome import LegEnd, LegOutcome
 from router.outliers import OutlierLimits, Outliers
+from router.pairing import Pair, Pairing, Possible
 from router.worker import Worker, make_worker
 
 if TYPE_CHECKING:
@@ -29,16 +29,11 @@ __all__ = ["Pair", "Worker", "Workers", "make_worker"]
 log = logging.getLogger("tandem.router")
 
 
-class Pair(NamedTuple):
-    prefill: Worker
-    decode: Worker
-
-
 class Workers:
     """All workers of one router. Raises ConfigError when an address is no URL.
 
     on_silence: told of each worker that has fallen silent, or is removed with what runs there: it gives that up.
-    on_change: told whenever one has come, gone or changed its role.
+    on_change: told whenever one has come, goes, is gone or has changed its role.
     """
 
     def __init__(self, config: RouterConfig, network: Network) -> None:
@@ -60,7 +55,7 @@ class Workers:
                 ejection_s=config.outlier_ejection_s,
             )
         )
-        self._dealt: WeakSet[Worker] = WeakSet()
+        self.pairing = Pairing(config)
         self._mismatches: tuple[str, ...] = ()
         self._started = False
         for role, addresses in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
@@ -94,6 +89,13 @@ class Workers:
         worker.is_leaving = True
         if worker.num_legs == 0:
             self.remove(worker)
+        else:
+            self._tell_change()
+
+    def stay(self, worker: Worker) -> None:
+        """It was leaving, and is wanted again."""
+        worker.is_leaving = False
+        self._tell_change()
 
     def remove(self, worker: Worker) -> None:
         """At once: what runs there is given up, and goes on elsewhere where it can."""
@@ -106,6 +108,7 @@ class Workers:
     def move(self, worker: Worker, role: Role, bootstrap_port: int | None) -> None:
         """Its node has another role now. It is welcomed anew before it gets requests."""
         worker.role, worker.bootstrap_port, worker.instance = role, bootstrap_port, None
+        worker.alive, worker.reason = False, "asked what it is"
         worker.breaker.reset()
         self._set(worker, role)
         worker.check_now.set()
@@ -116,43 +119,29 @@ class Workers:
             (*(w for w in workers if w is not worker), *([worker] if role is own else []))
             for own, workers in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
         )
+        self._tell_change()
+
+    def _tell_change(self) -> None:
         for tell in self.on_change:
             tell()
 
     # Choosing
 
-    def pick(self, failed: Collection[Pair] = (), *, resumes: bool = False) -> Pair:
-        """A live pair that fits together, each side by turns in random order, so that every pair is formed.
+    def pick(self, request: Affinity, failed: Collection[Pair] = (), *, resumes: bool = False) -> Pair:
+        """One for this request, as the policies choose. failed, resumes: see `Possible`. Raises WorkerError (503)."""
+        return self.pairing.pick(self.possible(failed, resumes=resumes), request)
 
-        failed: pairs that are not to be picked; workers of none of them come first. resumes: only workers that go on
-        with answers that others began. Raises WorkerError (503).
-        """
-        decode = [worker for worker in self.decode if worker.takes_requests and worker.resumes >= resumes]
-
-        def partners(prefill: Worker) -> list[Worker]:
-            return [d for d in decode if d.fits(prefill) and (prefill, d) not in failed]
-
-        candidates = [p for p in self.prefill if p.takes_requests and p.resumes >= resumes and partners(p)]
-        if not candidates:
+    def possible(self, failed: Collection[Pair] = (), *, resumes: bool = False) -> Possible:
+        """The pairs that may be picked, at least one. Raises WorkerError (503)."""
+        possible = Possible(self.prefill, self.decode, failed, resumes=resumes)
+        if not possible:
             raise WorkerError("no other pair of workers is alive" if failed else self.why_no_pair())
-        tried = {worker for pair in failed for worker in pair}
-        prefill = self._deal(_untried(candidates, tried))
-        return Pair(prefill, self._deal(_untried(partners(prefill), tried)))
+        return possible
 
     def has_pair(self) -> bool:
         """Whether requests can be served, if not at this very moment (a half-open worker may be trying one)."""
         prefill = [worker for worker in self.prefill if worker.is_in_service]
         return any(d.is_in_service and d.fits(p) for d in self.decode for p in prefill)
-
-    def _deal(self, workers: list[Worker]) -> Worker:
-        """One of those that have not had their turn yet; when all have had it, the next round begins."""
-        waiting = [worker for worker in workers if worker not in self._dealt]
-        if not waiting:
-            self._dealt.difference_update(workers)
-            waiting = workers
-        chosen = random.choice(waiting)
-        self._dealt.add(chosen)
-        return chosen
 
     def why_no_pair(self) -> str:
         for role, workers in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
@@ -162,15 +151,12 @@ class Workers:
                 return f"no {role.value} worker takes requests: {', '.join(sorted({w.state for w in workers}))}"
         return "; ".join(["no pair of workers fits together", *self.mismatches()])
 
-    def mismatches(self) -> tuple[str, ...]:
-        """A line for each two live workers that do not fit together, naming both."""
-        pairs = [(p, d) for p in self.prefill for d in self.decode if p.alive and d.alive and not p.fits(d)]
-        return tuple(
-            f"{p.url} has state layout {p.fingerprint}, {d.url} has {d.fingerprint}"
-            if p.fingerprint != d.fingerprint
-            else f"{p.url} hands over by {p.handoff}, {d.url} by {d.handoff}"
-            for p, d in pairs
-        )
+    def mismatches(self, of: Worker | None = None) -> tuple[str, ...]:
+        """A line for each two live workers that do not fit together. of: only those of this one, alive or not."""
+        pairs = ((p, d) for p in self.prefill for d in self.decode if not p.fits(d))
+        if of is None:
+            return tuple(_mismatch(p, d) for p, d in pairs if p.alive and d.alive)
+        return tuple(_mismatch(*pair) for pair in pairs if of in pair and all(w.alive for w in pair if w is not of))
 
     # Legs
 
@@ -189,6 +175,8 @@ class Workers:
         """It has ended. Called once for every leg that has begun."""
         worker = leg.worker
         worker.num_legs -= 1
+        if leg.share is not None:
+            leg.share.end()
         worker.used_s = time.monotonic()
         guilty = guilty_leg(leg, outcome)
         if guilty is not None:
@@ -239,6 +227,8 @@ def _give_up_nothing(_: Worker, __: WorkerError) -> None:
     """Until somebody dispatches."""
 
 
-def _untried(workers: list[Worker], tried: Collection[Worker]) -> list[Worker]:
-    """Those that were not tried; all when there are none."""
-    return [worker for worker in workers if worker not in tried] or workers
+def _mismatch(prefill: Worker, decode: Worker) -> str:
+    """How these two differ, naming both."""
+    if prefill.fingerprint != decode.fingerprint:
+        return f"{prefill.url} has state layout {prefill.fingerprint}, {decode.url} has {decode.fingerprint}"
+    return f"{prefill.url} hands over by {prefill.handoff}, {decode.url} by {decode.handoff}"

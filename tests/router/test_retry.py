@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pytest
 from aiohttp import web
 
+from common.config import PolicyName
 from tests.router.mocks import (
     MockWorker,
     RunningRouter,
@@ -47,6 +48,11 @@ class Workers:
     @property
     def all(self) -> list[MockWorker]:
         return self.prefill + self.decode
+
+    def of(self, role: str, rid: str) -> int:
+        """Which one the last request went to."""
+        workers = self.prefill if role == "prefill" else self.decode
+        return next(n for n, worker in enumerate(workers) if worker.bodies and worker.bodies[-1]["rid"] == rid)
 
     def first(self, role: str, script: Any, then: Any = answer_at_once) -> None:
         """The first leg of this role runs `script`, every later one `then`, wherever they go."""
@@ -362,14 +368,15 @@ async def test_that_a_node_cannot_go_on_is_no_fault_of_the_request(router: Runni
 # Workers that come and go
 
 
-async def test_pairs_are_not_fixed(router: RunningRouter, workers: Workers) -> None:
+async def test_pairs_are_not_fixed(workers: Workers) -> None:
     """Both sides take turns, but not in step: every prefill worker meets every decode worker."""
-    met: set[tuple[int, str]] = set()
-    for i in range(40):
-        await router.generate(rid=f"r{i}")
-        d = next(n for n, worker in enumerate(workers.decode) if worker.bodies and worker.bodies[-1]["rid"] == f"r{i}")
-        p = next(n for n, worker in enumerate(workers.prefill) if worker.bodies and worker.bodies[-1]["rid"] == f"r{i}")
-        met.add((p, str(d)))
+    met: set[tuple[int, int]] = set()
+    config = config_of(workers.prefill, workers.decode, policy=PolicyName.ROUND_ROBIN)
+    async with run_router(config) as router:
+        await router.until_alive()
+        for i in range(40):
+            await router.generate(rid=f"r{i}")
+            met.add((workers.of("prefill", f"r{i}"), workers.of("decode", f"r{i}")))
     assert len(met) == 4
     assert [len(worker.bodies) for worker in workers.all] == [20, 20, 20, 20]
 
