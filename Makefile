@@ -11,8 +11,10 @@ TORCH_INDEX ?=
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PEER_PYTHON ?=
+PEERS := sglang-router==0.3.2 aiohttp fastapi uvicorn orjson requests setproctitle
 
-.PHONY: help serve test test-slow test-gpu test-rdma check fmt bench clean system
+.PHONY: help serve test test-slow test-gpu test-rdma check fmt bench bench-router clean system
 
 help:
 	@echo "make serve      router on 127.0.0.1:$(PORT), one prefill and one decode node, and a first question"
@@ -20,6 +22,7 @@ help:
 	@echo "make test-rdma  the hand-off over RDMA verbs, without hardware: Soft-RoCE in a virtual machine (root, the first time)"
 	@echo "make check      format, lint and types;  make fmt: repair the first two"
 	@echo "make bench      every benchmark; results go to bench/results/"
+	@echo "make bench-router: CPU time and first bytes of the router beside sglang-router and mini_lb (PEER_PYTHON=...)"
 	@echo "make clean      remove caches and build outputs; .venv stays"
 	@echo
 	@echo "PORT=31000      where make serve listens"
@@ -54,6 +57,17 @@ fmt: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/tandem bench --all
+
+# PEER_PYTHON: an interpreter that has sglang-router 0.3.2, which also holds mini_lb; made here when none is named.
+bench-router: $(INSTALLED)
+	@peers='$(PEER_PYTHON)'; \
+	if [ -z "$$peers" ]; then \
+		peers=.cache/peers/bin/python; \
+		[ -x $$peers ] || { $(PYTHON) -m venv .cache/peers; \
+			$$peers -m pip install -q --disable-pip-version-check $(PEERS) || { rm -rf .cache/peers; exit 1; }; }; \
+	fi; \
+	$(BIN)/tandem bench router_cost --peer-python $$peers; \
+	$(BIN)/tandem bench router_latency --peer-python $$peers
 
 clean:
 	rm -rf build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache

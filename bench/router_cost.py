@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import aiohttp
 import httptools
@@ -27,7 +28,6 @@ import psutil
 from results import write_result
 
 CHUNKS = 64
-CHUNK_GAP_S = 0.004
 ANSWER = json.dumps(
     {"text": "x" * 400, "output_ids": list(range(100)), "meta_info": {"id": "r", "finish_reason": {"type": "stop"}}}
 ).encode()
@@ -38,10 +38,24 @@ TARGET_MS = {"json": 1.0, "stream": 5.0}
 # Mocked workers
 
 
+@dataclass(frozen=True)
+class Pace:
+    """Of a mocked worker's stream: seconds until the first chunk and between two, and how many there are."""
+
+    first_s: float = 0.0
+    gap_s: float = 0.004
+    chunks: int = CHUNKS
+
+    @property
+    def duration_s(self) -> float:
+        return self.first_s + self.gap_s * self.chunks
+
+
 class MockWorker(asyncio.Protocol):
     """As cheap as can be, so that it takes no time from the router: any GET is 200, /generate answers at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
         self.parser = httptools.HttpRequestParser(self)
         self.url, self.body, self.tasks = b"", bytearray(), set()
 
@@ -83,18 +97,28 @@ class MockWorker(asyncio.Protocol):
         self.transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         )
-        for number in range(CHUNKS):
+        await asyncio.sleep(self.pace.first_s)
+        for number in range(self.pace.chunks):
             event = b'data: {"text": "%s", "output_ids": [%d]}\n\n' % (b"y" * 4 * number, number)
             self.transport.write(b"%x\r\n%s\r\n" % (len(event), event))
-            await asyncio.sleep(CHUNK_GAP_S)
+            await asyncio.sleep(self.pace.gap_s)
         done = b"data: [DONE]\n\n"
         self.transport.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(done), done))
 
 
-def serve_mocks(ports: list[int]) -> None:
+PREFILL = Pace(gap_s=0.0, chunks=1)
+"""A prefill leg that is asked for a stream makes one token."""
+
+
+def serve_mocks(ports: list[int], pace: Pace) -> None:
+    """A prefill worker at the first port, a decode worker of this pace at the second."""
+
     async def serve() -> None:
         loop = asyncio.get_running_loop()
-        servers = [await loop.create_server(MockWorker, "127.0.0.1", port) for port in ports]
+        servers = [
+            await loop.create_server(partial(MockWorker, each), "127.0.0.1", port, backlog=4096)
+            for port, each in zip(ports, (PREFILL, pace), strict=True)
+        ]
         await asyncio.gather(*(server.serve_forever() for server in servers))
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -252,7 +276,7 @@ def main() -> None:
     options = parser.parse_args()
     ports = free_ports(2)
     start: Callable[..., multiprocessing.Process] = multiprocessing.get_context("spawn").Process
-    mocks = start(target=serve_mocks, args=(ports,), daemon=True)
+    mocks = start(target=serve_mocks, args=(ports, Pace()), daemon=True)
     mocks.start()
     try:
         routers = known_routers(*(f"http://127.0.0.1:{port}" for port in ports), options.peer_python)
