@@ -7,9 +7,12 @@ import json
 from typing import Any
 
 from common.reasoning import CLOSE, OPEN, opens_thinking
+from common.response_format import ANY_OBJECT
 from common.tools import ToolFormat, ToolRequest
 
 MAX_FORCED_CALLS = 16
+# Between the tokens of JSON: a space, or a new line and its indentation. Without a bound a model may write nothing else.
+WHITESPACE = r" |\r?\n[ \t]{0,24}"
 
 
 class Thought(enum.Enum):
@@ -58,7 +61,7 @@ def _grammar(
     if thought is not Thought.NONE:
         rules += _thought_rules(thought, special_tokens)
     if "answer" in answers:
-        rules.append(f"answer: %json {schema}")
+        rules.append(f"answer: %json {_json(json.loads(schema or ANY_OBJECT))}")
     if "calls" in answers:
         rules += _call_rules(tools, form, special_tokens)
     return "\n".join(rules) + "\n"
@@ -93,10 +96,17 @@ def _call_rules(tools: ToolRequest, form: ToolFormat, special_tokens: frozenset[
             repeated = f' (", " call){{0,{more}}}' if more else ""
             calls = [f'calls: {begin} "[" call{repeated} "]" {end}']
     bodies = [
-        f"call_{i}: {json.dumps(_head(tool.name))} %json {json.dumps(tool.parameters)} {json.dumps('}')}"
+        f"call_{i}: {json.dumps(_head(tool.name))} %json {_json(tool.parameters)} {json.dumps('}')}"
         for i, tool in enumerate(tools.callable)
     ]
     return [*calls, f"call: {one}", *bodies]
+
+
+def _json(schema: dict[str, Any]) -> str:
+    """A schema with the bound on white space, unless it sets its own."""
+    options = schema.get("x-guidance")
+    guidance = {"whitespace_pattern": WHITESPACE} | (options if isinstance(options, dict) else {})
+    return json.dumps({**schema, "x-guidance": guidance})
 
 
 def _head(name: str) -> str:

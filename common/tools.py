@@ -183,7 +183,7 @@ class ToolSplitter:
         self._names = frozenset(tool.name for tool in request.callable)
         self._most = None if request.parallel else 1
         self._rid = rid
-        self._inside = not self._open
+        self._inside = not self._open and request.is_forced
         self._gap = ""  # white space in front of the call that is being read
         self._searched = 0
         self._held = ""

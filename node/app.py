@@ -23,6 +23,7 @@ from node.chat_template import ChatTemplate
 from node.exchange import Exchange
 from node.fields import NumberRule, read_bool, read_number, read_string
 from node.generate import Generator, json_response
+from node.grammars import GrammarChecker
 from node.guard import Guard
 from node.info import model_info, served_name, server_info
 from node.limits import ServingLimits
@@ -57,6 +58,7 @@ class ServingNode:
     tokenizer: Tokenizer
     client: RankClient
     bootstrap_port: int | None
+    grammars: GrammarChecker
     chat_template: ChatTemplate | None = None
     tracing: Tracing | None = None
     keys: KeyRing = field(default_factory=KeyRing)
@@ -83,7 +85,7 @@ class ServingNode:
 
 def create_app(node: ServingNode) -> FastAPI:
     app = FastAPI(title="tandem", openapi_url=None, redirect_slashes=False)
-    generator = Generator(node.config, node.limits, node.tokenizer, node.client)
+    generator = Generator(node.config, node.limits, node.tokenizer, node.client, node.grammars)
     openai = OpenAIEndpoints(
         generator,
         node.limits,

@@ -38,12 +38,13 @@ from common.tracing import Tracing, closing, open_tracing
 from node.app import ServingNode, create_app
 from node.bootstrap import StartBootstrap, start_bootstrap
 from node.chat_template import ChatTemplate, load_chat_template
+from node.grammars import GrammarChecker, Settings
 from node.ipc import ipc_directory
 from node.limits import ServingLimits
 from node.messages import Ready
 from node.processes import RankProcess, rank_command, start_rank
 from node.rank_client import RankClient
-from node.tokenizer import Tokenizer, load_tokenizer
+from node.tokenizer import Tokenizer, load_eos_token_ids, load_tokenizer
 from node.trace import RequestTrace
 
 log = logging.getLogger(__name__)
@@ -183,9 +184,10 @@ class _Front:
             self.stopping.set()
 
     async def _serve_ready(self, client: RankClient, readies: list[Ready]) -> None:
-        async with self._bootstrap(readies) as bootstrap_port:
+        async with self._bootstrap(readies) as bootstrap_port, _grammars(self.config, readies) as grammars:
             node = ServingNode(
                 config=self.config,
+                grammars=grammars,
                 limits=_serving_limits(self.config, readies, bootstrap_port),
                 tokenizer=self.tokenizer,
                 chat_template=self.chat_template,
@@ -308,6 +310,17 @@ def _serving_limits(config: NodeConfig, readies: list[Ready], bootstrap_port: in
         bootstrap_host=config.server.bootstrap_host,
         bootstrap_port=bootstrap_port or config.server.bootstrap_port,
     )
+
+
+@asynccontextmanager
+async def _grammars(config: NodeConfig, readies: list[Ready]) -> AsyncIterator[GrammarChecker]:
+    path = config.model.path
+    eos_ids = sorted(load_eos_token_ids(path))
+    checker = GrammarChecker(Settings(model_path=path, vocab_size=readies[0].vocab_size, eos_ids=eos_ids))
+    try:
+        yield checker
+    finally:
+        await checker.close()
 
 
 def _prints(node: ServingNode) -> str:

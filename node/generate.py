@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any, Protocol
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,6 +17,7 @@ from common.http_server import read_body
 from common.json_body import decode_object
 from node.answers import DONE_EVENT, error_event, event, json_bytes
 from node.exchange import Exchange
+from node.grammars import GrammarChecker
 from node.limits import ServingLimits
 from node.rank_client import RankClient
 from node.requests import GenerateRequest, ParsedRequest, check_text_sizes, expand, parse
@@ -27,8 +29,16 @@ LONG_TEXT_CHARACTERS = 20_000
 class Generator:
     """What answers /generate. Holds no request."""
 
-    def __init__(self, config: NodeConfig, limits: ServingLimits, tokenizer: Tokenizer, client: RankClient) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        limits: ServingLimits,
+        tokenizer: Tokenizer,
+        client: RankClient,
+        grammars: GrammarChecker,
+    ) -> None:
         self._limits = limits
+        self._grammars = grammars
         self._tokenizer = tokenizer
         self._client = client
         self._server = config.server
@@ -69,12 +79,14 @@ class Generator:
         )
 
     async def prepare(self, parsed: ParsedRequest, arrival_s: float, *, special_tokens: bool = True) -> GenerateRequest:
-        """Tokenise and check the lengths. special_tokens: whether a text gets those that the tokenizer adds."""
+        """Tokenise, check grammars and lengths. special_tokens: whether a text gets those that the tokenizer adds."""
         if parsed.field != "text":
             token_ids = [prompt for prompt in parsed.prompts if isinstance(prompt, list)]
         else:
             texts = [prompt for prompt in parsed.prompts if isinstance(prompt, str)]
             token_ids = await self.tokenise(texts, special_tokens=special_tokens)
+        if any(one.grammar is not None for one in parsed.sampling):
+            parsed = msgspec.structs.replace(parsed, sampling=await self._grammars.resolve(parsed.sampling))
         return expand(parsed, token_ids, self._limits, arrival_s=arrival_s)
 
     async def tokenise(self, texts: list[str], *, special_tokens: bool = True) -> list[list[int]]:

@@ -40,6 +40,7 @@ MAX_RID_CHARACTERS = 256
 MAX_EXTRA_KEY_CHARACTERS = 1024
 MAX_TOP_LOGPROBS = 1024
 MAX_LISTED = 2**20  # characters of stop strings, stop tokens, biases: of all sequences of a request
+MAX_GRAMMAR_CHARACTERS = 2**23  # likewise
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,9 +178,16 @@ def _check_lists(sampling: list[SamplingRequest]) -> None:
         ("logit_bias", "token ids", lambda params: len(params.logit_bias)),
     ):
         total = sum(size(one.params) * one.num_samples for one in sampling)
-        if total > MAX_LISTED:
-            path = f"sampling_params.{name}"
-            raise RequestError(f"{path}: {total} {what} over all sequences, at most {MAX_LISTED}", param=path)
+        _check_total(f"sampling_params.{name}", what, total, MAX_LISTED)
+    grammars = [(one.grammar, one.num_samples) for one in sampling if one.grammar is not None]
+    if grammars:
+        total = sum(len(grammar.text) * n for grammar, n in grammars)
+        _check_total(grammars[0][0].path, "characters", total, MAX_GRAMMAR_CHARACTERS)
+
+
+def _check_total(path: str, what: str, total: int, most: int) -> None:
+    if total > most:
+        raise RequestError(f"{path}: {total} {what} over all sequences, at most {most}", param=path)
 
 
 def _stop_characters(params: SamplingParams) -> int:

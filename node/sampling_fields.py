@@ -23,6 +23,7 @@ MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
+MAX_GRAMMAR_CHARACTERS = 65_536
 GREEDY_BELOW = 1e-6  # a smaller temperature would overflow the logits; it means greedy, as at SGLang
 
 _COUNT = NumberRule(integer=True, low=0, high=MAX_COUNT)
@@ -44,25 +45,40 @@ _SAMPLES = NumberRule(integer=True, low=1, high=128)
 _BIAS = NumberRule(integer=False, low=-100, high=100)
 _BOOLS = frozenset({"ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"})
 _LISTS = frozenset({"stop", "stop_token_ids", "logit_bias"})
-_UNSUPPORTED = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params"})
-_KNOWN = _BOOLS | _LISTS | _UNSUPPORTED | {"n", *_NUMBERS}
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_UNSUPPORTED = frozenset({"stop_regex", "custom_params"})
+_KNOWN = _BOOLS | _LISTS | _UNSUPPORTED | {"n", *_NUMBERS, *_GRAMMARS}
+
+
+class GrammarSource(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer has to follow, as the client wrote it. kind: json_schema, regex, ebnf or structural_tag. path: the
+    field that it came in."""
+
+    kind: str
+    text: str
+    path: str
 
 
 class SamplingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt's sampling_params. is_length_open: the client named no length, so the answer may be cut to what fits.
 
-    params.sampling_seed is the client's, or a random one.
+    params.sampling_seed is the client's, or a random one. grammar: params.grammar is made of it (`node/grammars.py`).
     """
 
     params: SamplingParams
     num_samples: int
     is_length_open: bool
+    grammar: GrammarSource | None = None
 
     def again(self, raw: dict[str, Any]) -> SamplingRequest:
         """The same for another prompt with the same raw parameters: with a seed of its own unless they name one."""
         if raw.get("sampling_seed") is not None:
             return self
         return msgspec.structs.replace(self, params=msgspec.structs.replace(self.params, sampling_seed=_random_seed()))
+
+    def following(self, grammar: str) -> SamplingRequest:
+        """The same with this grammar in the engine's form."""
+        return msgspec.structs.replace(self, params=msgspec.structs.replace(self.params, grammar=grammar))
 
     def sample(self, i: int, max_new_tokens: int) -> SamplingParams:
         """Rules of sample i of this prompt: its own seed, no more than max_new_tokens."""
@@ -91,10 +107,14 @@ def read_sampling(where: str, raw: Any, vocab_size: int) -> SamplingRequest:
         values[name] = _read_list(f"{where}.{name}", name, given[name], vocab_size)
     if "max_new_tokens" in raw and raw["max_new_tokens"] is None:
         values["max_new_tokens"] = MAX_COUNT  # null: as long as fits; left out: the default
+    grammar = _read_grammar(where, given)
+    if grammar is not None:
+        values["ignore_eos"] = False  # the grammar says where the answer may end
     return SamplingRequest(
         params=_check_together(where, SamplingParams(**values)),
         num_samples=read_number(f"{where}.n", given.get("n", 1), _SAMPLES),
         is_length_open="max_new_tokens" not in given,
+        grammar=grammar,
     )
 
 
@@ -105,10 +125,24 @@ def _random_seed() -> int:
 def _check_supported(where: str, given: dict[str, Any]) -> None:
     for name in sorted(given.keys() & _UNSUPPORTED):
         raise RequestError(
-            f"{where}.{name}: not supported; answers cannot be constrained here",
+            f"{where}.{name}: not supported",
             code="unsupported_parameter",
             param=f"{where}.{name}",
         )
+
+
+def _read_grammar(where: str, given: dict[str, Any]) -> GrammarSource | None:
+    kinds = [name for name in _GRAMMARS if name in given]
+    if not kinds:
+        return None
+    path = f"{where}.{kinds[0]}"
+    if len(kinds) > 1:
+        raise RequestError(f"{path}: {where}.{kinds[1]} is given too, but only one of them may be", param=path)
+    value = given[kinds[0]]
+    if isinstance(value, dict) and kinds[0] in ("json_schema", "structural_tag"):
+        value = msgspec.json.encode(value).decode()
+    text = read_string(path, value, max_length=MAX_GRAMMAR_CHARACTERS)
+    return GrammarSource(kind=kinds[0], text=text, path=path)
 
 
 def _check_together(where: str, params: SamplingParams) -> SamplingParams:
