@@ -11,7 +11,7 @@ from common.response_format import ANY_OBJECT
 from common.tools import ToolFormat, ToolRequest
 
 MAX_FORCED_CALLS = 16
-# Between the tokens of JSON: a space, or a new line and its indentation. Without a bound a model may write nothing else.
+# Between the tokens of JSON: a space, or a new line and its indentation. Unbounded, a model may write nothing else.
 WHITESPACE = r" |\r?\n[ \t]{0,24}"
 
 
