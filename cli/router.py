@@ -11,6 +11,7 @@ import click
 
 from cli.guard_options import protection_options
 from cli.lifeline import die_with_parent, parent_pid_option
+from cli.policy_options import policy_options
 from cli.settings import LOG_LEVELS
 from common.config import RouterConfig, WorkerAddress
 from common.errors import ConfigError
@@ -63,6 +64,7 @@ def _bootstrap_port(value: str) -> int:
     show_default=True,
     help="Seconds that what runs may take to end after SIGTERM",
 )
+@policy_options
 @click.option(
     "--state-file",
     metavar="FILE",

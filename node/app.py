@@ -127,7 +127,7 @@ def _add_health(app: FastAPI, node: ServingNode) -> None:
     @app.get("/health")
     async def health() -> Response:
         node.check_serving()
-        return json_response({"status": "ok", "instance": node.instance})
+        return json_response({"status": "ok", "instance": node.instance, "loads": node.client.loads()})
 
     @app.get("/health_generate")
     async def health_generate() -> Response:
@@ -169,6 +169,10 @@ async def _make_token(node: ServingNode, rank: int) -> None:
 
 
 def _add_info(app: FastAPI, node: ServingNode) -> None:
+    @app.get("/get_load")
+    async def get_load() -> Response:
+        return json_response(node.client.loads())
+
     @app.get("/model_info")
     @app.get("/get_model_info")
     async def get_model_info() -> Response:

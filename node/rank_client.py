@@ -95,7 +95,8 @@ class Mailbox:
 
 class Running(msgspec.Struct, kw_only=True):
     """One sequence at a rank, since since_s; its request arrived at arrival_s. group: the rid that its client gave to
-    several. heard_s: last word of the rank on it. token_s: when its last token came, 0 before the first.
+    several. heard_s: last word of the rank on it. token_s: when its last token came, 0 before the first. num_tokens: of
+    its prompt and of its answer so far.
 
     ending: the rank was asked to end it. told: the mailbox has its failure already. ended: set when it runs no more.
     """
@@ -108,6 +109,7 @@ class Running(msgspec.Struct, kw_only=True):
     since_s: float
     arrival_s: float
     heard_s: float
+    num_tokens: int
     token_s: float = 0.0
     ending: bool = False
     told: bool = False
@@ -243,6 +245,21 @@ class RankClient:
             for entry in itertools.islice(self._running.values(), limit)
         ]
 
+    def loads(self) -> list[dict[str, int]]:
+        """What each rank has in flight, as SGLang's /get_load names it. Waiting and pending: before the first token."""
+        loads = [
+            {"dp_rank": link.rank, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0, "num_pending_tokens": 0}
+            for link in self._links
+        ]
+        for entry in self._running.values():
+            load = loads[entry.rank]
+            load["num_reqs"] += 1
+            load["num_tokens"] += entry.num_tokens
+            if entry.token_s == 0:
+                load["num_waiting_reqs"] += 1
+                load["num_pending_tokens"] += entry.num_tokens
+        return loads
+
     @property
     def is_draining(self) -> bool:
         return self._refusal is not None
@@ -358,6 +375,7 @@ class RankClient:
             since_s=now,
             arrival_s=submit.arrival_s,
             heard_s=now,
+            num_tokens=len(submit.token_ids) + len(submit.output_ids),
         )
         self._load[rank] += 1
         if room is not None:
@@ -435,6 +453,7 @@ class RankClient:
             return
         entry.heard_s = now
         if isinstance(item, Update):
+            entry.num_tokens += len(item.token_ids)
             self.meter.on_update(entry, item, now)
         elif not entry.told:
             self.meter.on_failure(entry, item)
