@@ -25,7 +25,7 @@ from common.errors import ConfigError, ServingError
 from common.http_server import LimitedProtocol, error_response, http_error_response
 from common.keys import Key, KeyRing
 from common.net import is_loopback
-from router import control, observe, openai
+from router import control, observe, openai, worker_routes
 from router.guard import Door, Guard, terms_of
 from router.openai import CHAT, TEXT, parse_chat, parse_completion
 from router.request import GENERATE, GenerateRequest, parse_generate
@@ -61,7 +61,7 @@ def create_app(config: RouterConfig, keys: KeyRing | None = None) -> FastAPI:
     for path, parse in ((GENERATE, parse_generate), (CHAT, parse_chat), (TEXT, parse_completion)):
         app.router.routes.insert(0, Route(path, Generate(parse), methods=["POST"]))
     app.router.routes.append(Route("/health_generate", HealthGenerate(), methods=["GET"]))
-    for path, methods, endpoint in (*control.ROUTES, *observe.ROUTES, *openai.ROUTES):
+    for path, methods, endpoint in (*control.ROUTES, *observe.ROUTES, *openai.ROUTES, *worker_routes.ROUTES):
         app.router.routes.append(Route(path, endpoint, methods=methods))
     door = Door(is_local=is_loopback(config.host), admin_port=config.admin_port)
     app.add_middleware(Guard, keys=keys, door=door, timeout_s=config.request_timeout_s)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ssl
-from collections import Counter
 
 from common.config import Role, RouterConfig
 from common.errors import ConfigError
 from common.keys import KeyRing, admin_key
 from common.tls import TlsConfig, client_context, server_context
-from router.workers import make_worker
+from router.state_file import StateFile
+from router.worker import make_worker
 
 _TIMES = (
     "health_interval_s",
@@ -17,11 +17,17 @@ _TIMES = (
     "idle_timeout_s",
     "liveness_timeout_s",
     "upload_timeout_s",
+    "heartbeat_timeout_s",
+    "breaker_window_s",
+    "breaker_open_s",
+    "outlier_window_s",
+    "outlier_ejection_s",
     "queue_timeout_s",
     "request_timeout_s",
 )
 _AT_LEAST = {
     "max_retries": 0,
+    "breaker_failures": 0,
     "max_body_bytes": 1,
     "max_concurrent_requests": 1,
     "queue_size": 0,
@@ -40,6 +46,7 @@ def check_router_config(config: RouterConfig) -> RouterConfig:
         raise ConfigError(
             f"--drain-timeout {config.drain_timeout_s}: a finite number of seconds, 0 or more", param="drain_timeout_s"
         )
+    _check_health(config)
     for name in ("port", "admin_port"):
         port = getattr(config, name)
         if port is not None and not 0 <= port <= 65535:
@@ -54,16 +61,32 @@ def check_router_config(config: RouterConfig) -> RouterConfig:
 
 
 def _check_workers(config: RouterConfig) -> None:
-    for role, addresses in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
-        if not addresses:
-            raise ConfigError(f"--{role.value}: at least one", param=role.value)
-        workers = [make_worker(role, address) for address in addresses]
-        twice = [url for url, count in Counter(worker.url for worker in workers).items() if count > 1]
-        if twice:
-            raise ConfigError(f"--{role.value} {twice[0]}: given more than once", param=role.value)
+    named = [(Role.PREFILL, address) for address in config.prefill] + [(Role.DECODE, a) for a in config.decode]
+    seen: set[str] = set()
+    for role, address in named:
+        url = make_worker(role, address).url
+        if url in seen:
+            raise ConfigError(f"--{role.value} {url}: given more than once", param=role.value)
+        seen.add(url)
     for address in config.prefill:
         if address.bootstrap_port is None:
             raise ConfigError(f"--prefill {address.url}: give its bootstrap port too", param="prefill")
+    if config.state_file is not None:
+        StateFile(config.state_file).read()
+
+
+def _check_health(config: RouterConfig) -> None:
+    if not 0 <= config.idle_probe_interval_s < float("inf"):
+        raise ConfigError(
+            f"--idle-probe-interval {config.idle_probe_interval_s}: a finite number of seconds, 0 or more",
+            param="idle_probe_interval_s",
+        )
+    if not 0 < config.breaker_failure_rate <= 1:
+        raise ConfigError(
+            f"--breaker-failure-rate {config.breaker_failure_rate}: above 0, up to 1", param="breaker_failure_rate"
+        )
+    if config.outlier_factor != 0 and not 1 < config.outlier_factor < float("inf"):
+        raise ConfigError(f"--outlier-factor {config.outlier_factor}: 0, or above 1", param="outlier_factor")
 
 
 def _words(least: int) -> str:

@@ -9,6 +9,7 @@ from common.http_server import read_body
 from router.client import Network
 from router.dispatch import Dispatcher
 from router.http_client import HttpNetwork
+from router.membership import Membership
 from router.settings import worker_authorization, worker_tls
 from router.workers import Workers
 
@@ -22,9 +23,11 @@ class Router:
         self.workers = Workers(config, self.network)
         self.dispatcher = Dispatcher(config, self.workers, self.network)
         self.workers.on_silence = self.dispatcher.give_up
+        self.membership = Membership(config, self.workers)
 
     def start(self) -> None:
         self.workers.start()
+        self.membership.start()
 
     async def read_body(self, scope: Scope, receive: Receive) -> bytes:
         """A request's body, within the router's limits of size and time."""
@@ -32,6 +35,7 @@ class Router:
         return await read_body(scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.upload_timeout_s)
 
     async def stop(self) -> None:
+        await self.membership.stop()
         await self.workers.stop()
         await self.dispatcher.stop()
         await self.network.close()

@@ -149,7 +149,7 @@ def test_a_router(served: list[Any]) -> None:
         ("decode --cluster-key-file /nowhere", "--cluster-key-file /nowhere"),
         ("unified --port 65536", "--port 65536"),
         ("unified --no-such-option", "--no-such-option"),
-        ("router", "--prefill: at least one"),
+        ("router --state-file /nowhere/x", "--state-file /nowhere/x: No such file or directory"),
         ("decode --transfer-device mlx5_0", "--transfer-device mlx5_0: only with --transfer-protocol rdma"),
         (
             "prefill --ssm-wire-dtype float32 --mamba-ssm-dtype bfloat16",
@@ -173,7 +173,7 @@ def test_a_router(served: list[Any]) -> None:
         ("generate hi --url http://a:99999", "--url http://a:99999: a URL such as"),
         ("generate hi --url ftp://a", "--url ftp://a: a URL such as"),
         ("doctor --port 99999", "99999 is not in the range 1<=x<=65535"),
-        ("router --prefill http://a 1", "--decode: at least one"),
+        ("router --prefill http://a 1 --decode http://a", "--decode http://a: given more than once"),
         ("router --prefill a 1 --decode http://b", "--prefill a: a URL"),
         ("router --prefill http://a 1 --decode http://b --decode http://b/", "--decode http://b: given more than once"),
         ("router --prefill http://a 1 --decode http://b --max-body-bytes 0", "--max-body-bytes 0: at least 1"),

@@ -32,7 +32,11 @@ class MockWorker:
         self.fingerprint: str | None = "f0"
         self.handoff: str | None = None
         self.resumes = False
+        self.num_ranks = 1
+        self.loads: list[dict[str, int]] = []
         self.instance: str | None = None
+        self.info: dict[str, Any] = {}  # more that /server_info says
+        self.num_ranks = 1
         self.healthy = True
         self.health_error: dict[str, Any] = {}
         self.stopped = False  # as by SIGSTOP: connections open, nothing is answered
@@ -46,6 +50,8 @@ class MockWorker:
         self.raw: list[bytes] = []
         self.aborts: list[dict[str, Any]] = []
         self.cut_off = 0
+        self.probe_status = 200
+        self.probes = 0
         self.flush_status = 200
         self.flushes = 0
         self._runner: web.AppRunner | None = None
@@ -60,6 +66,7 @@ class MockWorker:
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/health_generate", self._health_generate)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_post("/flush_cache", self._flush)
@@ -108,14 +115,20 @@ class MockWorker:
         self.checks += 1
         if not self.healthy:
             return web.json_response({"error": self.health_error}, status=503)
-        return web.json_response({"instance": self.instance})
+        return web.json_response({"instance": self.instance, "loads": self.loads})
+
+    async def _health_generate(self, _: web.Request) -> web.Response:
+        self.probes += 1
+        return web.json_response({}, status=self.probe_status)
 
     async def _server_info(self, _: web.Request) -> web.Response:
         info = {
             "fingerprint": self.fingerprint,
             "handoff": self.handoff,
+            "dp_size": self.num_ranks,
             "internal_states": [{"rank": 0, "of": self.role}],
         }
+        info |= {"dp_size": self.num_ranks} | self.info
         return web.json_response(info | ({"resumes_answers": True} if self.resumes else {}))
 
     async def _model_info(self, _: web.Request) -> web.Response:

@@ -54,7 +54,7 @@ async def test_health_follows_the_workers(router: RunningRouter, prefill: MockWo
 async def test_a_router_whose_workers_do_not_exist_yet() -> None:
     config = RouterConfig(
         prefill=(WorkerAddress(url="http://127.0.0.1:1", bootstrap_port=1),),
-        decode=(WorkerAddress(url="http://127.0.0.1:1"),),
+        decode=(WorkerAddress(url="http://127.0.0.1:2"),),
     )
     async with run_router(config) as router:
         answer = await router.client.get("/health")
@@ -370,13 +370,13 @@ async def test_one_late_answer_to_a_check_ends_nothing(prefill: MockWorker, deco
 
 
 ADDRESS = WorkerAddress(url="http://h:1", bootstrap_port=1)
+OTHER_ADDRESS = WorkerAddress(url="http://h:2")
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"prefill": ()}, "--prefill: at least one"),
-        ({"decode": ()}, "--decode: at least one"),
+        ({"decode": (ADDRESS,)}, "--decode http://h:1: given more than once"),
         ({"prefill": (WorkerAddress(url="http://h:1"),)}, "bootstrap port"),
         ({"decode": (WorkerAddress(url="h:1"),)}, "--decode h:1"),
         ({"decode": (WorkerAddress(url="http://h:port"),)}, "--decode http://h:port"),
@@ -389,7 +389,7 @@ ADDRESS = WorkerAddress(url="http://h:1", bootstrap_port=1)
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, Any], said: str) -> None:
-    good: dict[str, Any] = {"prefill": (ADDRESS,), "decode": (ADDRESS,)}
+    good: dict[str, Any] = {"prefill": (ADDRESS,), "decode": (OTHER_ADDRESS,)}
     assert check_router_config(RouterConfig(**good))
     with pytest.raises(ConfigError, match=said.replace("[", ".")):
         create_app(RouterConfig(**good | settings))
@@ -397,20 +397,20 @@ def test_settings_that_cannot_work(settings: dict[str, Any], said: str) -> None:
 
 async def test_a_port_that_is_taken(decode: MockWorker) -> None:
     with pytest.raises(ConfigError, match=f"--port {decode.port}"):
-        serve(RouterConfig(port=decode.port, prefill=(ADDRESS,), decode=(ADDRESS,)))
+        serve(RouterConfig(port=decode.port, prefill=(ADDRESS,), decode=(OTHER_ADDRESS,)))
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid", "::ffff:zz"])
 def test_a_host_that_is_not_this_machine(host: str) -> None:
     with pytest.raises(ConfigError, match=f"--host {host}") as caught:
-        serve(RouterConfig(host=host, prefill=(ADDRESS,), decode=(ADDRESS,)))
+        serve(RouterConfig(host=host, prefill=(ADDRESS,), decode=(OTHER_ADDRESS,)))
     assert caught.value.param == "host"
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_cannot_be(port: int) -> None:
     with pytest.raises(ConfigError, match=f"--port {port}"):
-        serve(RouterConfig(port=port, prefill=(ADDRESS,), decode=(ADDRESS,)))
+        serve(RouterConfig(port=port, prefill=(ADDRESS,), decode=(OTHER_ADDRESS,)))
 
 
 def test_the_router_is_small_and_knows_no_torch() -> None:
