@@ -216,7 +216,7 @@ async def test_a_worker_drains_before_it_goes(router: RunningRouter, four: list[
     leaving.script = never
     running = []
     while not leaving.bodies:
-        running.append(asyncio.create_task(router.generate(stream=True)))
+        running.append(asyncio.create_task(router.generate()))
         await asyncio.wait(running[-1:], timeout=0.05)
     wid = (await listed(router))[leaving.url]["id"]
     path, params = (f"/workers/{wid}", {}) if by_id else ("/workers", {"url": leaving.url + "/"})
@@ -268,9 +268,11 @@ async def test_the_last_one_goes_and_comes_again(router: RunningRouter, decode: 
     assert (await router.generate()).status_code == 200
 
 
-async def test_workers_come_and_go_under_load(router: RunningRouter, four: list[MockWorker]) -> None:
+async def test_workers_come_and_go_under_load(
+    router: RunningRouter, prefill: MockWorker, decode: MockWorker, four: list[MockWorker]
+) -> None:
     """No request fails while workers are added, drained and removed."""
-    for worker in four:
+    for worker in (decode, *four[2:]):
         worker.script = streams(*[event(answer_object())] * 4, event(b"[DONE]"), gap_s=0.01)
     statuses: list[int] = []
     stop = asyncio.Event()
@@ -286,7 +288,7 @@ async def test_workers_come_and_go_under_load(router: RunningRouter, four: list[
             assert (await add(router, worker)).status_code == 201
         await router.until_alive()
         served = [len(worker.bodies) for worker in four]
-        await router.until(lambda before=served: all(len(w.bodies) > n for w, n in zip(four, before, strict=True)))
+        await router.until(lambda before=served: all(len(w.bodies) > n for w, n in zip(four, before, strict=True)), 10)
         for worker in four:
             await router.client.delete("/workers", params={"url": worker.url})
         await router.until(lambda: len(router.state.workers.all) == 2)
