@@ -124,9 +124,6 @@ class GrammarCompiler:
             self._known.popitem(last=False)
         return Grammar(compiled)
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
     def _compile(self, text: str) -> LLMatcher:
         if self._tokens is None:
             self._tokens = load_tokens(*self._arguments)
