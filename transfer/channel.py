@@ -1,4 +1,4 @@
-"""One TCP connection that carries messages: 4 bytes of length (big endian), then msgpack.
+"""One TCP connection that carries messages: 4 bytes of length (big endian), a signature once there is a seal, msgpack.
 
 Reading belongs to an event loop; `send` may be called from any thread and never blocks.
 """
@@ -18,6 +18,7 @@ import msgspec
 
 from common.errors import TransferError, WorkerError
 from transfer.messages import Message
+from transfer.seal import TAG_BYTES, Seal
 
 MAX_GREETING_BYTES = 4096
 MAX_FRAME_BYTES = 16 << 20
@@ -28,7 +29,7 @@ _READ_BYTES = 1 << 16
 
 
 class Channel:
-    """limit_bytes: the longest frame taken; small until the peer has proven itself."""
+    """limit_bytes: the longest frame taken; small until the peer has proven itself (`trust`)."""
 
     def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
         sock.setblocking(False)
@@ -42,14 +43,24 @@ class Channel:
         self._outbox = bytearray()
         self._inbox = bytearray()
         self._closed = False
+        self._seal_out: Seal | None = None
+        self._seal_in: Seal | None = None
+
+    def trust(self, seal_out: Seal | None = None, seal_in: Seal | None = None) -> None:
+        """The peer has proven itself: longer frames are taken from now on. With seals, every further frame is signed
+        and those of the peer have to be."""
+        self.limit_bytes = MAX_FRAME_BYTES
+        self._seal_out, self._seal_in = seal_out, seal_in
 
     def send(self, message: Message) -> None:
         """Queue a message in order. A closed connection swallows it: whoever reads finds out."""
         body = self._encode(message)
-        assert len(body) <= MAX_FRAME_BYTES, f"{type(message).__name__} of {len(body)} bytes"
+        assert len(body) <= MAX_FRAME_BYTES - TAG_BYTES, f"{type(message).__name__} of {len(body)} bytes"
         with self._lock:
             if self._closed:
                 return
+            if self._seal_out is not None:
+                body = self._seal_out.sign(body)
             waiting = bool(self._outbox)
             self._outbox += _PREFIX.pack(len(body)) + body
             if waiting:
@@ -125,6 +136,8 @@ class Channel:
             return None
         body = bytes(self._inbox[_PREFIX.size : end])
         del self._inbox[:end]
+        if self._seal_in is not None:
+            body = self._seal_in.open(body)
         try:
             message: Message = self._decode(body)
         except msgspec.MsgspecError as error:

@@ -13,9 +13,10 @@ from common.config import Verify
 from common.errors import ConfigError, ServingError, TransferError, from_record
 from common.layout import PoolPlacement, StateLayout
 from common.net import is_loopback
-from transfer.channel import MAX_FRAME_BYTES, Channel
+from transfer.channel import Channel
 from transfer.digest import digest_kind
 from transfer.messages import PROTOCOL_VERSION, Answer, Challenge, Hello, Message, Proof, Refused
+from transfer.seal import Seal, make_seal
 from transfer.transport import Transport
 
 _NONCE_BYTES = 32
@@ -86,12 +87,14 @@ async def introduce(channel: Channel, key: bytes | None, hello: Hello) -> Hello:
         )
     challenge = await expect(channel, Challenge)
     _check_version(challenge.version)
+    if len(challenge.nonce) != _NONCE_BYTES:
+        raise TransferError(f"a nonce of {len(challenge.nonce)} bytes", code="protocol_error")
     nonce = secrets.token_bytes(_NONCE_BYTES)
     channel.send(Answer(nonce=nonce, proof=_proof(key, b"client", challenge.nonce, nonce)))
     proof = (await expect(channel, Proof)).proof
     if not hmac.compare_digest(proof, _proof(key, b"server", challenge.nonce, nonce)):
         raise ConfigError(f"the node at {channel.peer_host} has another cluster key", code="unauthorized")
-    channel.limit_bytes = MAX_FRAME_BYTES
+    channel.trust(*_seals(key, challenge.nonce, nonce))
     channel.send(hello)
     theirs = await expect(channel, Hello)
     check_fit(hello, theirs)
@@ -144,14 +147,23 @@ async def _check_client(channel: Channel, key: bytes | None) -> None:
     if not hmac.compare_digest(answer.proof, _proof(key, b"client", nonce, answer.nonce)):
         reason = "the cluster keys differ" if key and answer.proof else "only one of the two nodes has a cluster key"
         raise ConfigError(f"refused: {reason}", code="unauthorized")
+    if len(answer.nonce) != _NONCE_BYTES:
+        raise TransferError(f"a nonce of {len(answer.nonce)} bytes", code="protocol_error")
     channel.send(Proof(proof=_proof(key, b"server", nonce, answer.nonce)))
-    channel.limit_bytes = MAX_FRAME_BYTES
+    channel.trust(*reversed(_seals(key, nonce, answer.nonce)))
 
 
 def _proof(key: bytes | None, side: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
     if key is None:
         return b""
     return hmac.new(key, side + server_nonce + client_nonce, hashlib.sha256).digest()
+
+
+def _seals(key: bytes | None, server_nonce: bytes, client_nonce: bytes) -> tuple[Seal | None, Seal | None]:
+    """(the client's, the server's); without a key nothing is signed."""
+    if key is None:
+        return None, None
+    return make_seal(key, b"client", server_nonce, client_nonce), make_seal(key, b"server", server_nonce, client_nonce)
 
 
 def _check_version(theirs: int) -> None:

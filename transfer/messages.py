@@ -4,7 +4,7 @@ client                      server
                  <─ Challenge          handshake (bootstrap endpoint and rank alike)
 Answer           ─>
                  <─ Proof | Refused
-Hello            ─>
+Hello            ─>                    from here on every frame is signed, if there is a cluster key
                  <─ Hello | Refused
 Lookup           ─>                    bootstrap endpoint only
                  <─ Ranks
@@ -28,7 +28,7 @@ from common.config import Verify
 from common.errors import ErrorRecord
 from common.layout import PoolPlacement, StateLayout
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class TrackState(enum.StrEnum):

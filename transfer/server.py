@@ -6,7 +6,8 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from common.errors import ConfigError, ServingError, WorkerError
@@ -17,6 +18,8 @@ from transfer.messages import Hello
 log = logging.getLogger(__name__)
 
 ACCEPT_PAUSE_S = 0.05
+MAX_GREETINGS = 64
+"""Connections that have not proven themselves yet: a handshake is over in milliseconds, so of more the oldest goes."""
 
 Serve = Callable[[Channel, Hello], Awaitable[None]]
 
@@ -31,6 +34,7 @@ class FrameServer:
         self._hello, self._timeout_s, self._serve = hello, timeout_s, serve
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._greetings: dict[asyncio.Task[Any], None] = {}  # the oldest first
 
     @property
     def address(self) -> tuple[str, int]:
@@ -81,7 +85,8 @@ class FrameServer:
         mine, theirs = self._hello(), None
         try:
             async with asyncio.timeout(self._timeout_s):
-                theirs = await welcome(channel, self._key, mine)
+                with self._greeting():
+                    theirs = await welcome(channel, self._key, mine)
             await self._serve(channel, theirs)
         except TimeoutError:
             log.warning("%s did not finish the handshake in %s s", channel.peer_host, self._timeout_s)
@@ -92,6 +97,20 @@ class FrameServer:
             log.log(level, "connection from %s ended: %s", channel.peer_host, brief(error))
         finally:
             channel.close()
+
+    @contextmanager
+    def _greeting(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._greetings[task] = None
+        if len(self._greetings) > MAX_GREETINGS:
+            oldest = next(iter(self._greetings))
+            del self._greetings[oldest]
+            oldest.cancel()
+        try:
+            yield
+        finally:
+            self._greetings.pop(task, None)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

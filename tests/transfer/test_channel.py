@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from common.errors import TransferError, WorkerError
-from transfer.channel import Channel, connect, is_loopback
+from common.net import is_loopback
+from transfer.channel import Channel, connect
 from transfer.messages import Drained, Message, Ping
 from transfer.server import listen
 
