@@ -1,8 +1,8 @@
 """Speed of the native engine on one CUDA device at the shape of Nemotron Nano 9B v2, with random weights.
 
 `python bench/gpu.py [--resume] [--out FOLDER] [--sections NAME,NAME]`; sections: rates, products, handoff (see
-`gpu_handoff.py`), decode, engine, effects, prefill, profile. Speed does not depend on the weights. A section is written
-when it is done, so that the script can be continued.
+`gpu_handoff.py`), router (see `gpu_router.py`), decode, engine, effects, prefill, profile. Speed does not depend on the
+weights. A section is written when it is done, so that the script can be continued.
 Floors: decode at batch b reads the weights without the input embedding once, reads and writes b slots and reads b x
 context tokens of KV, at the copy rate of the same run (bytes read plus bytes written); prefill computes 2 FLOP for each
 weight but embedding and head, at the rate of a large matrix product of the same run.
@@ -16,6 +16,7 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -26,7 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.gpu_handoff import handoff
+from bench.gpu_handoff import handoff, write_model
+from bench.gpu_router import router
 from bench.results import FOLDER, write_result
 from common.sampling import LogprobOptions, SamplingParams
 from engine.allocator import PageAllocator, SlotAllocator
@@ -363,7 +365,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of gpu.json")
     parser.add_argument("--resume", action="store_true", help="go on with the sections that gpu.json lacks")
-    parser.add_argument("--sections", default="rates,handoff,decode,engine,effects,prefill,profile")
+    parser.add_argument("--sections", default="rates,handoff,router,decode,engine,effects,prefill,profile")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing to measure")
@@ -375,7 +377,7 @@ def main() -> None:
     for name in arguments.sections.split(","):
         if name in found:
             continue
-        if name not in ("rates", "products", "handoff"):
+        if name not in ("rates", "products", "handoff", "router"):
             bench = bench or Bench(max(BATCHES), max(b * n for b, n in PROMPTS))
         found[name] = measure(name, bench, found.get("rates", {}))
         found.setdefault("made", {})[name] = circumstances(bench)
@@ -392,6 +394,9 @@ def measure(name: str, bench: Bench | None, measured: Figures) -> Figures:
         case "handoff":
             torch.cuda.empty_cache()
             return handoff(nano_9b())
+        case "router":
+            torch.cuda.empty_cache()
+            return served()
     assert bench is not None
     match name:
         case "decode":
@@ -405,6 +410,12 @@ def measure(name: str, bench: Bench | None, measured: Figures) -> Figures:
         case "profile":
             return profile(bench)
     raise SystemExit(f"--sections: {name} is none of them")
+
+
+def served() -> Figures:
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(nano_9b(), Path(folder) / "model")
+        return router(Path(folder) / "model", nano_9b().vocab_size)
 
 
 def circumstances(bench: Bench | None) -> Figures:

@@ -102,11 +102,9 @@ def _code(status: int, body: bytes) -> str:
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
-    """When requests arrive within `seconds`, at random, `rate` a second (Poisson)."""
-    draw, found, at = random.Random(seed), list[float](), 0.0
-    while (at := at + draw.expovariate(rate)) < seconds:
-        found.append(at)
-    return found
+    """When rate x seconds requests arrive within `seconds`: a Poisson process of which the count is known."""
+    draw = random.Random(seed)
+    return sorted(draw.uniform(0.0, seconds) for _ in range(round(rate * seconds)))
 
 
 async def open_loop(

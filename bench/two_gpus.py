@@ -270,7 +270,10 @@ def links_row(bench: Bench) -> Figures:
     shape = links.Shape(model=bench.nano, dtype=dtype, tokens=scale.pieces)
     figures: Figures = {"topology": topology(scale.devices)}
     for transport in scale.transports:
-        figures[transport.value] = links.measure(transport, scale.devices, shape)
+        try:
+            figures[transport.value] = links.measure(transport, scale.devices, shape)
+        except ServingError as error:
+            figures[transport.value] = {"failed": error.message}
     return figures
 
 
@@ -378,9 +381,9 @@ def _first_figures(way: str, rounds: Sequence[Sequence[load.Heard]]) -> Figures:
     times = [max(each.first_s for each in one) * 1e3 for one in rounds]
     figures = {f"{way}_ms": round(statistics.median(times), 2), f"{way}_range_ms": f"{min(times):.1f}-{max(times):.1f}"}
     metas = [each.meta() for one in rounds for each in one]
-    if metas[0].get("transfer_bytes"):
-        figures[f"{way}_exposed_ms"] = round(statistics.median(m["timing"]["transfer_s"] for m in metas) * 1e3, 2)
-        figures[f"{way}_mb"] = round(sum(metas[0]["transfer_bytes"].values()) / 1e6, 1)
+    for part in ("queue", "prefill", "transfer"):
+        figures[f"{way}_{part}_ms"] = round(statistics.median(meta["timing"][f"{part}_s"] for meta in metas) * 1e3, 2)
+    figures[f"{way}_mb"] = round(sum(metas[0].get("transfer_bytes", {}).values()) / 1e6, 1)
     return figures
 
 

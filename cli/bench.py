@@ -13,7 +13,7 @@ import click
 from common.errors import ConfigError
 
 BENCH_FOLDER = Path(__file__).resolve().parents[1] / "bench"
-_HELPERS = ("results",)
+_HELPERS = ("results", "load", "fleet", "links", "gpu_handoff", "gpu_router")
 
 
 def scripts(folder: Path = BENCH_FOLDER) -> dict[str, Path]:
