@@ -68,6 +68,11 @@ class CudaDriver:
         )
         return address.value
 
+    def copy(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        """Queue a copy on a stream (its handle), to be made by a copy engine."""
+        self._here()
+        self._call("cuMemcpyDtoDAsync_v2", c_uint64(target), c_uint64(source), c_size_t(nbytes), c_void_p(stream))
+
     def close(self, address: int) -> None:
         """Let go of what `open` gave. No copy may be under way."""
         self._here()

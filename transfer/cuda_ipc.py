@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _BYE = b"."
 _BACKLOG = 128
+_LARGE_BYTES = 1 << 16
 
 
 class Opened(NamedTuple):
@@ -99,14 +100,18 @@ class CudaIpcTransport:
         self.begin(session, blocks, nth_room)()
 
     def begin(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> Callable[[], None]:
-        """The copies are queued as one kernel on a stream of this peer's. What they read must be complete: nothing
-        orders them behind other streams."""
+        """The copies are queued on a stream of this peer's: large blocks for the copy engine, which leaves the
+        multiprocessors to the prompt, the others as one kernel. What they read must be complete: nothing orders them
+        behind other streams."""
         with self._lock:
             peer = self._reach(session)
-            sources = np.array([block.src for block in blocks], np.int64)
-            targets = np.array([locate(peer.ranges, block) for block in blocks], np.int64)
-            words = np.array([_words(block) for block in blocks], np.int64)
+            placed = [(block, locate(peer.ranges, block), _words(block)) for block in blocks]
             with torch.cuda.stream(peer.stream), _as_errors("write"):
+                for block, target, _ in placed:
+                    if block.nbytes >= _LARGE_BYTES:
+                        self._driver.copy(block.src, target, block.nbytes, peer.stream.cuda_stream)
+                small = [(block.src, target, words) for block, target, words in placed if block.nbytes < _LARGE_BYTES]
+                sources, targets, words = np.array(small, np.int64).reshape(-1, 3).T
                 copy_blocks(sources, targets, words, self.device)
                 written = torch.cuda.Event(blocking=True)
                 written.record()
