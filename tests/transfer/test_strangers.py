@@ -229,7 +229,8 @@ async def test_a_nonce_has_its_length(nonce: bytes) -> None:
     with near, far:
         far.sendall(frame(Challenge(version=PROTOCOL_VERSION, nonce=nonce, keyed=True)))
         with pytest.raises(TransferError, match="a nonce of"):
-            await introduce(channel_on(near), KEY, hello())
+            async with asyncio.timeout(5):
+                await introduce(channel_on(near), KEY, hello())
 
 
 def channel_on(sock: socket.socket) -> Channel:
