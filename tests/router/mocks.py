@@ -32,8 +32,7 @@ class MockWorker:
         self.fingerprint: str | None = "f0"
         self.handoff: str | None = None
         self.resumes = False
-        self.num_ranks = 1
-        self.loads: list[dict[str, int]] = []
+        self.loads: Any = []
         self.instance: str | None = None
         self.info: dict[str, Any] = {}  # more that /server_info says
         self.num_ranks = 1
@@ -64,6 +63,7 @@ class MockWorker:
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/generate", self._generate)
+        app.router.add_post("/v1/{endpoint:.*}", self._generate)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/health", self._health)
         app.router.add_get("/health_generate", self._health_generate)
@@ -125,7 +125,6 @@ class MockWorker:
         info = {
             "fingerprint": self.fingerprint,
             "handoff": self.handoff,
-            "dp_size": self.num_ranks,
             "internal_states": [{"rank": 0, "of": self.role}],
         }
         info |= {"dp_size": self.num_ranks} | self.info
