@@ -147,7 +147,7 @@ class Wire:
             back = threading.Thread(target=self._back, args=(server, client), daemon=True)
             back.start()
             with contextlib.suppress(OSError):
-                while head := client.recv(4, socket.MSG_WAITALL):
+                while len(head := client.recv(4, socket.MSG_WAITALL)) == 4:
                     body = client.recv(struct.unpack(">I", head)[0], socket.MSG_WAITALL)
                     self.frames.append(head + body)
                     server.sendall(self._change(len(self.frames) - 1, head + body))
