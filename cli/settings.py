@@ -42,9 +42,9 @@ _DEFAULTS: dict[str, msgspec.Struct] = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """section, field: what it fills. flags: its names, the first one is shown in errors. kind: int, float, str, an enum
-    or a tuple of words. roles: the nodes whose help shows it; the others take it too, so that one set of options can
-    be given to all."""
+    """section, field: what it fills. flags: its names, the first one is shown in errors. kind: int, float, str, an
+    enum, a tuple of words, or list: of strings, the option may be given several times. roles: the nodes whose help
+    shows it; the others take it too, so that one set of options can be given to all."""
 
     section: str
     field: str
@@ -63,8 +63,9 @@ class Setting:
             *self.flags,
             self.name,
             type=_click_type(self.kind),
+            multiple=self.kind is list,
             default=default,
-            show_default=default not in (None, ""),
+            show_default=default not in (None, "", ()),
             hidden=role not in self.roles,
             help=self.help,
             is_flag=self.kind is bool,
@@ -79,6 +80,8 @@ def _default(setting: Setting) -> Any:
 def _click_type(kind: Any) -> Any:
     if isinstance(kind, tuple):
         return click.Choice(kind)
+    if kind is list:
+        return str
     if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
         return click.Choice([member.value for member in kind])
     return kind
@@ -110,6 +113,22 @@ NODE_SETTINGS = (
     Setting("server", "max_body_bytes", ("--max-body-bytes",), int, "Largest request body"),
     Setting("server", "upload_timeout_s", ("--upload-timeout",), float, "Seconds for the whole body of a request"),
     Setting("server", "drain_timeout_s", ("--drain-timeout",), float, "Seconds for what runs to end after SIGTERM"),
+    Setting(
+        "server", "routers", ("--router",), list, "Router to register at, by URL; may be given several times", _PAIR
+    ),
+    Setting(
+        "server", "advertise_url", ("--advertise-url",), str, "Where routers reach it; host and port by default", _PAIR
+    ),
+    Setting("server", "heartbeat_interval_s", ("--heartbeat-interval",), float, "Seconds between registrations", _PAIR),
+    Setting(
+        "server",
+        "router_api_key_file",
+        ("--router-api-key-file",),
+        str,
+        "Its first admin key is shown to routers",
+        _PAIR,
+    ),
+    Setting("server", "router_ca_file", ("--router-ca-file",), str, "PEM: whom to trust for https routers", _PAIR),
     Setting("server", "api_key_file", ("--api-key-file",), str, "Keys of clients, one a line: role name key"),
     Setting("server", "ssl_certfile", ("--ssl-certfile",), str, "PEM: certificate chain; HTTPS in place of HTTP"),
     Setting("server", "ssl_keyfile", ("--ssl-keyfile",), str, "PEM: its private key"),

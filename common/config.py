@@ -134,6 +134,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     drain_timeout_s: how long what runs may take to end after SIGTERM. otlp_endpoint: where traces go, None: nowhere.
     api_key_file: keys of clients, None: everybody is let in. ssl_*: `TlsConfig`.
+
+    routers: where the node registers itself, by URL, every heartbeat_interval_s; advertise_url: as what, None: host and
+    port. router_api_key_file: its key there; router_ca_file: whom to trust for https routers.
     """
 
     otlp_endpoint: str | None = None
@@ -145,6 +148,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 16 * 1024 * 1024
     upload_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
+    routers: tuple[str, ...] = ()
+    advertise_url: str | None = None
+    heartbeat_interval_s: float = 5.0
+    router_api_key_file: str | None = None
+    router_ca_file: str | None = None
     api_key_file: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None

@@ -19,9 +19,10 @@ import msgspec
 
 from common.config import Role, RouterConfig, WorkerAddress
 from common.errors import ConfigError, RequestError, WorkerError
+from common.urls import url_host
 from router.health import ServerInfo, why_refused
 from router.state_file import Entry, Kept, StateFile
-from router.worker import Source, Worker, make_worker, url_host
+from router.worker import Source, Worker, make_worker
 from router.workers import Workers
 
 log = logging.getLogger("tandem.router")

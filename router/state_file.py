@@ -16,7 +16,8 @@ import msgspec
 
 from common.config import Role
 from common.errors import ConfigError
-from router.worker import Source, url_host
+from common.urls import url_host
+from router.worker import Source
 
 _VERSION = 1
 

@@ -8,14 +8,12 @@ import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from common.config import Role, WorkerAddress
 from common.errors import ConfigError
+from common.urls import url_host
 from router.breaker import Breaker, BreakerState
 from router.targets import Target, make_targets
-
-MAX_URL_CHARACTERS = 2048
 
 
 class Source(enum.StrEnum):
@@ -69,6 +67,11 @@ class Worker:
     def renew_targets(self) -> None:
         """What was known of its load and its caches is no longer true."""
         self.targets = make_targets(self, self.num_ranks)
+
+    def forget_prefixes(self) -> None:
+        """It has flushed its caches."""
+        for target in self.targets:
+            target.forget_prefixes()
 
     @property
     def id(self) -> str:
@@ -136,16 +139,3 @@ def make_worker(role: Role, address: WorkerAddress) -> Worker:
     if host is None:
         raise ConfigError(f"--{role.value} {address.url}: a URL such as http://127.0.0.1:30001", param=role.value)
     return Worker(role, address.url.rstrip("/"), host, address.bootstrap_port)
-
-
-def url_host(url: str) -> str | None:
-    """None for what is no http URL of a server."""
-    if len(url) > MAX_URL_CHARACTERS or not url.isascii() or not url.isprintable() or " " in url:
-        return None
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        return None
-    is_server = parts.scheme in ("http", "https") and port != 0 and "@" not in parts.netloc
-    return parts.hostname if is_server and not parts.query and not parts.fragment else None
