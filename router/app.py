@@ -29,7 +29,7 @@ from router import control, observe, openai, worker_routes
 from router.guard import Door, Guard, terms_of
 from router.openai import CHAT, TEXT, parse_chat, parse_completion
 from router.request import GENERATE, GenerateRequest, parse_generate
-from router.settings import check_keys, check_router_config, listener_tls
+from router.settings import check_files, check_router_config, listener_tls
 from router.state import Router
 
 log = logging.getLogger("tandem.router")
@@ -45,7 +45,7 @@ def create_app(config: RouterConfig, keys: KeyRing | None = None) -> FastAPI:
     """
     check_router_config(config)
     keys = keys or KeyRing(config.api_key_file)
-    check_keys(config, keys)
+    check_files(config, keys)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

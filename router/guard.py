@@ -8,7 +8,8 @@
 | READ, CONTROL | no | no | yes |
 
 A router without keys lets everybody do everything; but where others than this machine can reach it, only this machine
-may CONTROL. PAGE, READ and CONTROL are the administration: with an admin port they exist only there.
+may CONTROL, and a web page that somebody has open there never may. PAGE, READ and CONTROL are the administration: with
+an admin port they exist only there.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Guard:
     def _is_admin(self, scope: Scope, caller: Caller | None) -> bool:
         if caller is not None:
             return caller.role is KeyRole.ADMIN
-        if not self._keys.is_open:
+        if not self._keys.is_open or _is_from_page(scope):
             return False
         return self._door.is_local or self._door.admin_port is not None or _is_from_here(scope)
 
@@ -146,8 +147,14 @@ def _check(access: Access, caller: Caller | None, *, is_admin: bool) -> None:
     if caller is not None:
         raise AccessError("this needs an admin key", code="forbidden", status=403)
     if access is Access.CONTROL:
-        message = "without API keys only this machine may administer the router (--api-key-file, or --admin-port)"
+        message = "without API keys only this machine, and no web page, may administer the router (--api-key-file)"
         raise AccessError(message, code="forbidden", status=403)
+
+
+def _is_from_page(scope: Scope) -> bool:
+    """A browser says whether the user asked by himself (none) or a page did, which may be anybody's."""
+    headers = {name: value for name, value in scope["headers"] if name in (b"origin", b"sec-fetch-site")}
+    return b"origin" in headers or headers.get(b"sec-fetch-site", b"none") != b"none"
 
 
 def _is_from_here(scope: Scope) -> bool:

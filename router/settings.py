@@ -97,8 +97,11 @@ def _option(name: str) -> str:
     return "--" + name.removesuffix("_s").replace("_", "-")
 
 
-def check_keys(config: RouterConfig, keys: KeyRing) -> None:
-    """Raises ConfigError for what makes no sense without keys."""
+def check_files(config: RouterConfig, keys: KeyRing) -> None:
+    """Raises ConfigError for what makes no sense without keys, and for files that cannot be used."""
+    listener_tls(config)
+    worker_tls(config)
+    worker_authorization(config)
     if config.requests_per_minute is not None and keys.is_open:
         raise ConfigError(
             f"--requests-per-minute {config.requests_per_minute}: it is counted by key (--api-key-file)",

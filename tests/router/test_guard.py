@@ -163,6 +163,19 @@ async def test_without_keys_others_may_not_administer(
         assert decode.flushes == 1
 
 
+@pytest.mark.parametrize("header", [{"origin": "http://a.example"}, {"sec-fetch-site": "cross-site"}])
+async def test_a_web_page_does_not_administer(
+    router: RunningRouter, decode: MockWorker, header: dict[str, str]
+) -> None:
+    """Of somebody who has it open on this machine: it could add a worker of its own, which gets the prompts."""
+    for method, path in (("GET", "/flush_cache"), ("POST", "/flush_cache"), ("POST", "/workers")):
+        answer = await router.client.request(method, path, headers=header)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+    answer = await router.client.post("/abort_request", json={"abort_all": True}, headers=header)
+    assert answer.status_code == 403 and decode.aborts == [] and decode.flushes == 0
+    assert (await router.client.get("/flush_cache", headers={"sec-fetch-site": "none"})).status_code == 200
+
+
 async def test_a_proxy_on_this_machine_does_not_make_others_local(prefill: MockWorker, decode: MockWorker) -> None:
     async with run_router(config_of([prefill], [decode], host="0.0.0.0")) as router:
         await router.until_alive()
@@ -374,6 +387,9 @@ async def test_the_router_shows_its_workers_a_key(prefill: MockWorker, decode: M
         ({"admin_port": 70000}, "admin_port"),
         ({"admin_port": 30000}, "admin_port"),
         ({"api_key_file": "/nowhere"}, "api_key_file"),
+        ({"worker_api_key_file": "/nowhere"}, "worker_api_key_file"),
+        ({"worker_ca_file": "/nowhere"}, "worker_ca_file"),
+        ({"ssl_certfile": "/nowhere"}, "ssl_certfile"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], param: str) -> None:
