@@ -25,7 +25,9 @@ from common.errors import ConfigError, ServingError
 from common.http_server import LimitedProtocol, error_response, http_error_response
 from common.keys import Key, KeyRing
 from common.net import is_loopback
+from common.tracing import TraceContext, Tracing
 from router import control, observe, openai, worker_routes
+from router.affinity import take_routing_key
 from router.guard import Door, Guard, terms_of
 from router.openai import CHAT, TEXT, parse_chat, parse_completion
 from router.request import GENERATE, GenerateRequest, parse_generate
@@ -191,6 +193,7 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router: Router = scope["app"].state.router
         request = self._parse(await router.read_body(scope, receive))
+        take_routing_key(request.fields, scope["headers"])
         await router.dispatcher.generate(request, receive, send, terms_of(scope))
 
 

@@ -125,6 +125,9 @@ async def flush_cache(request: Request) -> Response:
     router = _router(request)
     query = f"?{request.url.query}" if request.url.query else ""
     said = await _order_all(router, router.workers.all, "POST", f"/flush_cache{query}", limit_s=_FLUSH_LIMIT_S)
+    for one in said:
+        if one.status == 200:
+            one.worker.forget_prefixes()
     _raise_first_refusal(said, "flush_cache")
     return _json({"success": True, "message": f"{len(said)} workers flushed their caches"})
 

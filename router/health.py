@@ -20,7 +20,7 @@ from common.config import Role, RouterConfig
 from common.errors import WorkerError
 from router.breaker import BreakerState, Verdict
 from router.client import REFUSED, UNREACHABLE, Network
-from router.loads import RankLoad, ask_all, report_all
+from router.loads import ask_all, read_loads, report_all
 from router.worker import Source, Worker
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class HealthChecks:
                 self._mark_dead(worker, " ".join(["/health answered", str(answer.status), *health.codes()]))
             elif not worker.alive or health.instance != worker.instance:
                 await self._welcome(worker, health.instance)
-            report_all(targets, asks, health.loads)
+            report_all(targets, asks, read_loads(bytes(health.loads)))
         except WorkerError as error:
             self._on_no_answer(worker, error)
 
@@ -222,7 +222,7 @@ class _HealthError(msgspec.Struct):
 
 class _Health(msgspec.Struct):
     instance: str | None = None
-    loads: list[RankLoad] = []
+    loads: msgspec.Raw = msgspec.Raw(b"[]")
     error: _HealthError | None = None
 
     def codes(self) -> list[str]:

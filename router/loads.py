@@ -98,6 +98,17 @@ class Load:
         self._report_ask, self._reported, self._ended, self._since = ask, tokens, 0, total - self._covered
 
 
+_decode = msgspec.json.Decoder(list[RankLoad]).decode
+
+
+def read_loads(body: bytes) -> list[RankLoad]:
+    """What a worker says of its ranks; nothing when it has another shape."""
+    try:
+        return _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []
+
+
 def ask_all(targets: Sequence[Target]) -> list[int]:
     return [target.load.ask() for target in targets]
 

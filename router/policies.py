@@ -112,18 +112,22 @@ class PowerOfTwo:
 
 
 class PrefixAware:
-    """The best of: part of the prompt that is cached there − `_LOAD_WEIGHT` × how far its load is above the mean.
+    """The best of: part of the prompt that is cached there − what runs there − what it was lately given.
 
-    Load is what runs there and what it was lately given: without the second a fleet that is seldom busy would send
-    everything that begins alike to one worker and use the caches of the others for nothing. A whole prompt that is
-    cached is worth half of the mean load, so no target gets more while it is that much above the least loaded one. Very
-    small loads count less: the mean is taken to be that of `_SLACK_REQUESTS` such requests more.
+    The latter two are in tokens, and measured against their mean over all targets. What runs there counts in full: half
+    a mean more of it costs what a whole prompt is worth that is cached, so no target is chosen while it is that much
+    above another. Recent work does what loads cannot do where they are small: it brings new prompts to all targets, or
+    one of them would get everything that begins alike while the caches of the others stay empty. It is never worth more
+    than half of a prompt, so that a conversation stays where it is in a fleet that is idle.
 
     hits_save_work: what is cached need not be computed (prefill); otherwise a request is as much work as it is long.
     """
 
     _LOAD_WEIGHT = 2.0
+    _MOST_FOR_RECENT_WORK = 0.25
+    """Either way: above the mean, and below it."""
     _SLACK_REQUESTS = 4
+    """The mean is taken to be so much more: with little to compare, differences mean little."""
     _INDIFFERENCE = 0.05
     """Scores so close are equal, and any of them is taken: or the targets of two roles would go in step."""
     _MEMORY_REQUESTS = 64
@@ -138,36 +142,36 @@ class PrefixAware:
     def choose(self, targets: Targets, request: Affinity) -> Target:
         if len(targets) == 1:
             return targets[0]
-        path = request.path
+        path, most = request.path, self._MOST_FOR_RECENT_WORK
         hits = [path.shared(self.tree.match(path, target.salt)) for target in targets]
-        loads = self._loads(targets)
-        mean = sum(loads) / len(loads)
-        scale = self._LOAD_WEIGHT / (mean + self._SLACK_REQUESTS * request.weight)
-        scores = [hit - scale * load for hit, load in zip(hits, loads, strict=True)]
+        loads, recent = [target.load.tokens for target in targets], self._recent_work(targets)
+        mean_load, mean_recent = sum(loads) / len(targets), sum(recent) / len(targets)
+        scale = self._LOAD_WEIGHT / (mean_load + mean_recent + self._SLACK_REQUESTS * request.weight)
+        scores = [
+            hit - scale * load - min(max(scale * (work - mean_recent), -most), most)
+            for hit, load, work in zip(hits, loads, recent, strict=True)
+        ]
         nearly_best = max(scores) - self._INDIFFERENCE
         best = self._rng.choice([place for place, score in enumerate(scores) if score >= nearly_best])
         self._give(targets[best], request, hits[best])
         return targets[best]
 
-    def _loads(self, targets: Targets) -> list[float]:
-        """Recent work fades with every decision. One that is new begins as busy as the others were on average, or it
-        would get everything for a while."""
+    def _recent_work(self, targets: Targets) -> list[float]:
+        """Fades with every decision. A target that is new begins with as much as the others have on average, or it
+        would get every new prompt for a while."""
         known = [target.recent for target in targets if target.recent is not None]
         start = sum(known) / len(known) if known else 0.0
         keep = 1 - 1 / (self._MEMORY_REQUESTS * len(targets))
-        loads = []
         for target in targets:
             target.recent = keep * (start if target.recent is None else target.recent)
-            loads.append(target.load.tokens + target.recent)
-        return loads
+        return [target.recent or 0.0 for target in targets]
 
     def _give(self, target: Target, request: Affinity, hit: float) -> None:
         self.tree.add(request.path, target.salt)
         self._decisions.prompt_tokens += request.num_tokens
         self._decisions.hit_tokens += int(hit * request.num_tokens)
         saved = hit * request.num_tokens if self._hits_save_work else 0.0
-        assert target.recent is not None
-        target.recent += request.weight - saved
+        target.recent = (target.recent or 0.0) + request.weight - saved
 
 
 class Sticky:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from common.config import PolicyName, Role, WorkerAddress
 from router.affinity import EDGES, MAX_BYTES, Affinity, make_path
-from router.loads import SEQUENCE_TOKENS, Load, RankLoad, ask_all, report_all
+from router.loads import SEQUENCE_TOKENS, Load, RankLoad, Share, ask_all, report_all
 from router.policies import (
     Decisions,
     LeastLoad,
@@ -357,14 +357,23 @@ def test_turns_of_a_conversation_stay_where_they_began() -> None:
 
 def test_a_shared_beginning_does_not_pull_everything_to_one_target() -> None:
     policy, targets = prefix_aware(), targets_of(4)
-    system = "a long system prompt " * 100
+    system = "a long system prompt " * 10
     places = Counter(chosen(policy, targets, [request(system + f"question {i} " * 20) for i in range(400)]))
     assert max(places.values()) <= 1.3 * 100
 
 
-def test_one_hot_prompt_is_spread() -> None:
-    places = Counter(chosen(prefix_aware(), targets_of(4), [request("the same " * 300)] * 400))
+def test_one_hot_prompt_stays_in_an_idle_fleet_and_spreads_in_a_busy_one() -> None:
+    hot = request("the same " * 300)
+    assert len(set(chosen(prefix_aware(), targets_of(4), [hot] * 400))) == 1
+    policy, targets, places, running = prefix_aware(), targets_of(4), Counter[str](), deque[Share]()
+    for _ in range(400):
+        target = policy.choose(targets, hot)
+        places[target.name] += 1
+        running.append(target.load.begin(hot.weight))
+        if len(running) > 160:
+            running.popleft().end()
     assert max(places.values()) <= 1.5 * 100
+    assert max(target.load.num_shares for target in targets) <= 1.5 * 40
 
 
 def test_a_busy_target_loses_even_what_it_has() -> None:
