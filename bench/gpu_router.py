@@ -14,7 +14,7 @@ from bench import load
 from bench.fleet import Fleet, Options, fleet
 
 LENGTH, NEW_TOKENS = 1024, 128
-RATES, SECONDS = (2.0, 4.0, 8.0, 12.0, 16.0), 8.0
+RATES, SECONDS = (4.0, 8.0, 16.0), 8.0
 CARD: Options = {
     "device": "cuda",
     "load-format": "dummy",

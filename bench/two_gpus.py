@@ -54,7 +54,8 @@ Figures = dict[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """Sizes of everything. prompt: of those that arrive while streams run. first: (how many at once, tokens) and how
-    often each. rates: a second. windows: seconds. peer: what carries state between cards, tcp: where it goes by TCP."""
+    often each. rates: a second, of the pair; mixed_rates: of two unified nodes. peer: what carries state between cards,
+    tcp: where it goes by TCP."""
 
     devices: tuple[str, str]
     vocabulary: int
@@ -70,6 +71,7 @@ class Scale:
     prompt: int
     fixed_rates: tuple[float, ...]
     rates: tuple[float, ...]
+    mixed_rates: tuple[float, ...]
     chat: tuple[int, int]
     chat_rates: tuple[float, ...]
     quiet_s: float
@@ -89,16 +91,17 @@ CARDS = Scale(
     peer=TransportName.CUDA_IPC,
     tcp=TransportName.MOONCAKE,
     pieces=(2048, 8192),
-    first=((1, 2048, 7), (1, 8192, 7), (1, 32768, 3), (8, 2048, 5)),
+    first=((1, 2048, 7), (1, 8192, 5), (1, 32768, 1), (8, 2048, 3)),
     streams=24,
     crowd=32,
     stream_prompt=512,
     stream_tokens=4000,
     prompt=8192,
     fixed_rates=(2.0, 5.0),
-    rates=(2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0),
+    rates=(3.0, 3.5, 4.0),
+    mixed_rates=(5.0, 6.0, 7.0, 8.0),
     chat=(1024, 256),
-    chat_rates=(8.0, 16.0, 24.0),
+    chat_rates=(8.0, 24.0),
     quiet_s=2.0,
     loaded_s=8.0,
     questions=200,
@@ -128,7 +131,8 @@ CPU = Scale(
     stream_tokens=1500,
     prompt=256,
     fixed_rates=(2.0,),
-    rates=(1.0, 2.0),
+    rates=(1.0,),
+    mixed_rates=(1.0, 2.0),
     chat=(64, 16),
     chat_rates=(2.0,),
     quiet_s=0.5,
@@ -191,7 +195,7 @@ class Stack:
         }
 
 
-BOUNDED: dict[str, object] = {"max-concurrent-requests": 40, "queue-size": 8}
+BOUNDED: dict[str, object] = {"max-concurrent-requests": 6, "queue-size": 2}
 UNIFIED, MIXED, PAIR = ("unified 0", "unified 1"), ("mixed 0", "mixed 1"), ("prefill", "decode", "router")
 MINI = ("mini unified", "mini prefill", "mini decode", "mini router")
 TCP = ("tcp prefill", "tcp decode", "tcp router")
@@ -440,11 +444,12 @@ async def under_load(
 def goodput(bench: Bench) -> Figures:
     """`crowd` streams; prompts arrive at random. Until the bounds do not hold any more."""
     figures: Figures = {"bounds": {"ttft_p99_ms": TTFT_S * 1e3, "itl_p99_ms": ITL_MS}}
-    for name, servers in (("pair", ["router"]), ("mixed", MIXED)):
+    scale = bench.scale
+    for name, servers, rates in (("pair", ["router"], scale.rates), ("mixed", MIXED, scale.mixed_rates)):
         figures[name + " holds"] = 0.0
-        for rate in bench.scale.rates:
-            times = load.arrivals(rate, bench.scale.loaded_s, seed=7)
-            found = asyncio.run(under_load(bench, servers, bench.scale.crowd, times, 1))
+        for rate in rates:
+            times = load.arrivals(rate, scale.loaded_s, seed=7)
+            found = asyncio.run(under_load(bench, servers, scale.crowd, times, 1))
             figures[f"{name} at {rate:g}/s"] = found
             print(f"goodput {name} {rate:g}", found, file=sys.stderr, flush=True)
             if found["ttft_p99_ms"] > TTFT_S * 1e3 or found["loaded_p99_ms"] > ITL_MS or "failed" in found:
@@ -475,7 +480,7 @@ async def _arrivals(bench: Bench, servers: Sequence[str], times: Sequence[float]
 
 def saturated(bench: Bench) -> Figures:
     """Twice what the prefill card computes, through a router that bounds what it has taken."""
-    rate = max(bench.scale.rates) + 2
+    rate = 2 * max(bench.scale.rates)
     times = [i / rate for i in range(int(rate * bench.scale.loaded_s))]
     found = asyncio.run(_arrivals(bench, ["bounded router"], times, bench.scale.prompt, 4))
     return {f"bounded router at {rate:g}/s": found}
@@ -484,7 +489,8 @@ def saturated(bench: Bench) -> Figures:
 def sglang(bench: Bench) -> Figures:
     if bench.sglang is None:
         return {"lines": ["no bundle was given (--sglang)"]}
-    script = f"B={bench.sglang} bash {bench.sglang}/setup.sh; . /tmp/env.sh; cd /tmp; python3 two_gpus.py"
+    script = "unset PYTHONPATH; B={0} bash {0}/setup.sh; . /tmp/env.sh; cd /tmp; python3 two_gpus.py"
+    script = script.format(bench.sglang.resolve())
     done = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.stdout is not None
     said = []
