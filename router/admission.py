@@ -23,10 +23,10 @@ _MINUTE_S = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """On which a request is served. caller: the name of its key, None without keys. is_admin: it may administer the
-    router here. deadline_s: on the loop's clock."""
+    router here; told where that matters. deadline_s: on the loop's clock."""
 
     caller: str | None = None
-    is_admin: bool = True
+    is_admin: bool = False
     deadline_s: float | None = None
 
 

@@ -41,12 +41,12 @@ class Access(enum.Enum):
     CONTROL = "control"
 
 
-_ADMINISTRATION = frozenset([Access.PAGE, Access.READ, Access.CONTROL])
+_ABORT = "/abort_request"
 _ACCESS = {
     "/health": Access.OPEN,
     "/generate": Access.USER,
     "/health_generate": Access.USER,
-    "/abort_request": Access.USER,
+    _ABORT: Access.USER,
     "/model_info": Access.USER,
     "/get_model_info": Access.USER,
     "/tokenize": Access.USER,
@@ -60,7 +60,7 @@ _ACCESS = {
 }
 _USER_PREFIX = "/v1/"
 _PAGE_PREFIX = "/page/"
-_UNCOUNTED = frozenset(["/abort_request", "/model_info", "/get_model_info", "/v1/models"])
+_UNCOUNTED = frozenset([_ABORT, "/model_info", "/get_model_info", "/v1/models"])
 """What a rate limit does not count of the USER paths."""
 
 
@@ -109,12 +109,14 @@ class Guard:
         path = scope["path"]
         access = access_of(path)
         is_admin_port = self._door.admin_port is None or scope["server"][1] == self._door.admin_port
-        if access in _ADMINISTRATION and not is_admin_port:
+        is_of_users = access is Access.USER or access is Access.OPEN
+        if not is_of_users and not is_admin_port:
             raise RequestError(f"no such path: {path}", code="not_found", status=404)
         caller = None
-        if not self._keys.is_open and access not in (Access.OPEN, Access.PAGE):
+        if not self._keys.is_open and access is not Access.OPEN and access is not Access.PAGE:
             caller = self._keys.caller(scope["headers"])
-        is_admin = is_admin_port and self._is_admin(scope, caller)
+        # On the path of every request nobody asks whether it comes from an administrator.
+        is_admin = is_admin_port and (not is_of_users or path == _ABORT) and self._is_admin(scope, caller)
         _check(access, caller, is_admin=is_admin)
         if caller is not None and caller.role is KeyRole.USER and path not in _UNCOUNTED:
             scope["app"].state.router.dispatcher.admission.check_rate(caller.name)
