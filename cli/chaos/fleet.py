@@ -188,7 +188,8 @@ class Fleet:
             nodes.append(self._node(name, ROLE_OF[name], next(ports), bootstrap))
             pairs += [f"--{ROLE_OF[name]}", nodes[-1].url, *bootstrap[1:]]
         unified = self._node("unified", Role.UNIFIED, next(ports))
-        limits = ("--liveness-timeout", str(options.liveness_s), "--health-interval", "0.5")
+        # By turns: every node is to have seen all kinds of work before its memory is measured.
+        limits = ("--policy", "round_robin", "--liveness-timeout", str(options.liveness_s), "--health-interval", "0.5")
         return unified, nodes, self._process("router", next(ports), ("router", *limits, *pairs))
 
     def _node(self, name: str, role: Role, port: int, bootstrap: Sequence[str] = ()) -> Process:
