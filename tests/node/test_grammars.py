@@ -1,0 +1,153 @@
+"""Grammars are tried out in a process of their own, which may die of one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from common.errors import CapacityError, RequestError
+from node import grammars
+from node.grammars import CPU_S, MAX_REMEMBERED, GrammarChecker, Settings
+from node.sampling_fields import GrammarSource, read_sampling
+from tests.support.grammars import EOS, VOCAB
+from tests.support.stack import MODEL
+
+SETTINGS = Settings(model_path=str(MODEL), vocab_size=VOCAB, eos_ids=[EOS])
+GIANTS = {
+    "a large divisor": ("json_schema", json.dumps({"type": "integer", "multipleOf": 2_375_701})),
+    "intersections": ("ebnf", "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}.*/" for i in range(300))),
+    "a chain of terminals": (
+        "ebnf",
+        "start: R0\n" + "".join(f'R{i}: R{i + 1} "x"?\n' for i in range(2000)) + 'R2000: "a"',
+    ),
+    "ambiguity": ("ebnf", "start: s\ns: s s" + ' | "a" s' * 3000),
+    "many optional properties": (
+        "json_schema",
+        json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2500)}}),
+    ),
+    "alternatives": ("regex", "(a|b|ab)*" * 5000),
+    "nested groups": ("regex", "(" * 20_000 + "a" + ")" * 20_000),
+    "nested rules": ("ebnf", "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    "nested GBNF": ("ebnf", "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    "a long chain of GBNF": (
+        "ebnf",
+        "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(3500)) + 'r3500 ::= "a" missing',
+    ),
+    "nested schemas": ("json_schema", '{"items":' * 5000 + "{}" + "}" * 5000),
+}
+
+
+def source(kind: str, text: str) -> GrammarSource:
+    return GrammarSource(kind=kind, text=text, path=f"sampling_params.{kind}")
+
+
+@pytest_asyncio.fixture
+async def checker() -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker(SETTINGS)
+    yield checker
+    await checker.close()
+
+
+def pid_of(checker: GrammarChecker) -> int:
+    assert checker._process is not None
+    return checker._process.pid
+
+
+async def refusal(checker: GrammarChecker, kind: str, text: str) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        await checker.check(source(kind, text))
+    assert caught.value.param == f"sampling_params.{kind}" and caught.value.http_status == 400
+    return caught.value
+
+
+async def test_a_grammar_comes_back_in_the_engines_form(checker: GrammarChecker) -> None:
+    assert "lark_grammar" in await checker.check(source("regex", "[0-9]+"))
+    schema = await checker.check(source("json_schema", '{"type": "boolean"}'))
+    assert "boolean" in schema and "whitespace_pattern" in schema
+    assert "start" in await checker.check(source("ebnf", 'root ::= "a"'))
+
+
+SLOW = {"intersections", "a chain of terminals"}  # in their way like the first
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in GIANTS])
+async def test_a_giant_is_refused_in_bounded_time_and_the_next_one_is_checked(
+    checker: GrammarChecker, name: str
+) -> None:
+    await checker.check(source("regex", "warm"))
+    begin_s = psutil.Process().cpu_times().children_user
+    error = await refusal(checker, *GIANTS[name])
+    assert len(error.message) < 1000
+    process = checker._process
+    assert (await refusal(checker, *GIANTS[name])).message == error.message and checker._process is process
+    assert await checker.check(source("regex", "[0-9]+"))
+    await checker.close()
+    assert psutil.Process().cpu_times().children_user - begin_s < 2 * CPU_S + 2, "of processor time, starts included"
+
+
+async def test_what_is_remembered_is_bounded(checker: GrammarChecker) -> None:
+    for n in range(MAX_REMEMBERED + 5):
+        await checker.check(source("regex", f"a{n}"))
+    assert len(checker._verdicts) == MAX_REMEMBERED
+
+
+async def test_many_at_once_get_their_own_answers(checker: GrammarChecker) -> None:
+    texts = [f"[a-z]{{{n}}}" for n in range(20)]
+    found = await asyncio.gather(*(checker.check(source("regex", text)) for text in texts))
+    assert all(f"{{{n}}}" in answer for n, answer in enumerate(found))
+
+
+async def test_a_request_that_is_given_up_leaves_no_answer_for_the_next(checker: GrammarChecker) -> None:
+    await checker.check(source("regex", "warm"))
+    os.kill(pid_of(checker), signal.SIGSTOP)
+    given_up = asyncio.create_task(checker.check(source("regex", "first")))
+    while not checker._lock.locked():
+        await asyncio.sleep(0)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    assert "second" in await checker.check(source("regex", "second"))
+
+
+async def test_a_process_that_says_nothing_is_replaced(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await checker.check(source("regex", "warm"))
+    os.kill(pid_of(checker), signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars, "ANSWER_S", 0.1)
+        with pytest.raises(CapacityError):
+            await checker.check(source("regex", "a"))
+    assert await checker.check(source("regex", "a"))
+
+
+async def test_nothing_stays_behind() -> None:
+    checker = GrammarChecker(SETTINGS)
+    await checker.close()
+    await checker.check(source("regex", "a"))
+    process = psutil.Process(pid_of(checker))
+    await checker.close()
+    assert not process.is_running()
+
+
+async def test_only_prompts_with_a_grammar_are_changed(checker: GrammarChecker) -> None:
+    free = read_sampling("sampling_params[0]", {}, VOCAB)
+    bound = read_sampling("sampling_params[1]", {"regex": "a", "ignore_eos": True, "n": 2}, VOCAB)
+    assert not bound.params.ignore_eos, "the grammar says where the answer ends"
+    first, second = await checker.resolve([free, bound])
+    assert first is free and second.params.grammar is not None and second.sample(1, 9).grammar == second.params.grammar
+
+
+async def test_a_model_whose_tokenizer_is_not_known_refuses_every_grammar() -> None:
+    checker = GrammarChecker(Settings(model_path=str(MODEL), vocab_size=VOCAB // 2, eos_ids=[EOS]))
+    try:
+        assert "tokenizer" in (await refusal(checker, "regex", "a")).message
+    finally:
+        await checker.close()
