@@ -10,8 +10,8 @@ the last of them is gone), or when the sender is dead and the last of its data c
 whose address nobody listens any more, or another process does. Time alone frees nothing: a stopped sender may wake up
 and write.
 
-Threads: the scheduler calls; one loop thread does everything else. A lock guards leases and peers; nobody waits while
-holding it.
+Threads: the scheduler calls, and offers a room itself where the sender is connected; one loop thread does everything
+else. A lock guards leases and peers; nobody waits while holding it.
 """
 
 from __future__ import annotations
@@ -144,12 +144,16 @@ class DecodeTransfer:
         with self._lock:
             self._refuse_if_leased(address.room)
             lease = Lease(address, message, time.monotonic() + self._config.bootstrap_timeout_s)
-            if self._reader is not None:
+            self._leases[address.room] = lease
+            link = self._known_link(address)
+            if link is None:
+                self._thread.call(self._spawn_placing, lease)
+            else:
+                self._offer(lease, link)
+            if self._reader is not None:  # no word on the lease is taken in before the lock is free
                 lease.incoming = Incoming(
                     self._reader, self._config.verify, message.pages, num_cached_pages, slot, track_slot
                 )
-            self._leases[address.room] = lease
-        self._thread.call(self._spawn_placing, lease)
 
     def decline(self, address: RoomAddress, rid: str) -> None:
         """Tell the prefill rank that it is not needed: this node serves the request alone. Raises RequestError: in use.
@@ -208,6 +212,18 @@ class DecodeTransfer:
 
     # Leases. All of these need the lock.
 
+    def _offer(self, lease: Lease, link: Link) -> None:
+        """Tell the sender where to write."""
+        lease.writer, lease.waiting_for = link.peer.instance, "the prefill leg"
+        lease.move(LeaseState.WRITING)
+        link.channel.send(lease.open)
+
+    def _known_link(self, address: RoomAddress) -> Link | None:
+        """The connection to the room's rank, if there is one that works: then nothing has to be waited for."""
+        ranks = self._routes.get((address.host, address.port))
+        link = None if ranks is None else self._links.get(ranks.addresses[address.room % len(ranks.addresses)])
+        return None if link is None or link.silent else link
+
     def _refuse_if_leased(self, room: int) -> None:
         if room in self._leases:
             raise RequestError(f"room {room} is in use", code="room_in_use", param="bootstrap_room")
@@ -260,9 +276,7 @@ class DecodeTransfer:
             if link not in self._links.values():
                 self._fail(lease, _gone(link))
                 return
-            lease.writer, lease.waiting_for = link.peer.instance, "the prefill leg"
-            lease.move(LeaseState.WRITING)
-            link.channel.send(lease.open)
+            self._offer(lease, link)
 
     def _spawn_declining(self, address: RoomAddress, rid: str) -> None:
         self._thread.spawn(self._decline(address, rid))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accuracy.gsm_mini import extract_answer, few_shot, problems, prompt
-from common.config import DType, EngineConfig
+from common.config import DType, EngineConfig, TransportName
 from common.errors import ConfigError
 from common.sampling import LogprobOptions, SamplingParams
 from engine.batch import Row
@@ -37,6 +37,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 SILENT = LogprobOptions()
+SHARES = 4  # of the sweep, for several processes
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,22 @@ def test_the_extra_buffer_sweep(models: dict[int, Path]) -> None:  # noqa: F811
             found = run(case, seed, models, device="cuda")
             _compare(found, case, on_card, states=True)
             _compare(found, case, on_cpu, states=False)
+        except AssertionError as error:
+            failures.append(f"{case} seed {seed}: {str(error).splitlines()[0]}")
+    assert not failures, f"{len(failures)} cases differ:\n" + "\n".join(failures[:20])
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_the_sweep_handed_over(models: dict[int, Path], share: int) -> None:  # noqa: F811
+    """The same where the prompt is computed by another rank of the card, or its end by the decode rank."""
+    on_card = OnCardReferences(models)
+    failures = []
+    handed_over = [(i, case) for i, case in enumerate(cases(150, seed=1)) if case.disaggregated]
+    assert any(case.local for _, case in handed_over[share::SHARES])
+    for seed, case in handed_over[share::SHARES]:
+        try:
+            found = run(case, seed, models, device="cuda", transport=TransportName.CUDA_IPC)
+            _compare(found, case, on_card, states=True)
         except AssertionError as error:
             failures.append(f"{case} seed {seed}: {str(error).splitlines()[0]}")
     assert not failures, f"{len(failures)} cases differ:\n" + "\n".join(failures[:20])

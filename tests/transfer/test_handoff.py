@@ -323,6 +323,17 @@ def test_abort_before_decode_opens(config: Config, prefill: Make, decode: Make) 
     assert d.wait_for(RoomFailed, 1).error.code == "bootstrap_timeout"
 
 
+def test_a_sender_that_is_connected_is_offered_a_room_at_once(config: Config, prefill: Make, decode: Make) -> None:
+    p, d = prefill(config()), decode(config())
+    start(p, d, 1)
+    hold = threading.Event()
+    d.transfer._thread.call(hold.wait, 10)  # whatever decode's loop is busy with
+    p.transfer.expect(2, "r", 5)
+    d.transfer.open(p.address(2), "r", THERE, 2)
+    p.wait_for(RoomOpened, 2, 5)
+    hold.set()
+
+
 class FailingTransport(LoopbackTransport):
     def write(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> None:
         raise TransferError("the link is down", code="write_failed")
