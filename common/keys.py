@@ -23,6 +23,7 @@ MIN_KEY_CHARACTERS = 16
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARACTERS},512}}")
+_KEY_RULE = f"a key has {MIN_KEY_CHARACTERS} to 512 visible ASCII characters"
 _SCHEME = b"bearer "
 
 
@@ -71,10 +72,9 @@ def read_key_file(path: str, option: str) -> tuple[Key, ...]:
 
 def make_key(role: KeyRole, secret: str, option: str) -> Key:
     """A key that was given by itself; its name is its role. Raises ConfigError naming the option."""
-    try:
-        return _key(f"{role.value} {role.value} {secret}")
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}", param=_param(option)) from None
+    if _KEY.fullmatch(secret) is None:
+        raise ConfigError(f"{option}: {_KEY_RULE}", param=_param(option))
+    return Key(Caller(role.value, role), secret)
 
 
 def admin_key(path: str, option: str) -> Key:
@@ -96,7 +96,7 @@ def _key(line: str) -> Key:
     if _NAME.fullmatch(name) is None:
         raise ValueError("a name has 1 to 64 letters, digits, dots, dashes and underscores")
     if _KEY.fullmatch(secret) is None:
-        raise ValueError(f"a key has {MIN_KEY_CHARACTERS} to 512 visible ASCII characters")
+        raise ValueError(_KEY_RULE)
     return Key(Caller(name, KeyRole(role)), secret)
 
 

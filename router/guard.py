@@ -75,8 +75,8 @@ def access_of(path: str) -> Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """How the router can be reached. is_local: from this machine only. admin_port: the one really bound, None: the
-    administration is at the public port."""
+    """How the administration can be reached. is_local: from this machine only. admin_port: the one really bound, None:
+    it is at the public port."""
 
     is_local: bool
     admin_port: int | None = None
@@ -128,7 +128,7 @@ class Guard:
             return caller.role is KeyRole.ADMIN
         if not self._keys.is_open or _is_from_page(scope):
             return False
-        return self._door.is_local or self._door.admin_port is not None or _is_from_here(scope)
+        return self._door.is_local or _is_from_here(scope)
 
     def _deadline_s(self, scope: Scope) -> float | None:
         """On the loop's clock. Raises RequestError for a header that is no time."""
