@@ -121,11 +121,12 @@ class Registrar:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
         client, self._client = self._client, None
-        if client is not None:
+        if client is None:
+            return
+        async with client:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_S):
                     await asyncio.gather(*(self._take_leave(client, url) for url in self.routers.urls))
-            await client.aclose()
 
     async def _stay_registered(self, router: str) -> None:
         body = msgspec.to_builtins(self.registration)

@@ -65,8 +65,11 @@ def create_app(config: RouterConfig, keys: KeyRing | None = None) -> FastAPI:
     app.router.routes.append(Route("/health_generate", HealthGenerate(), methods=["GET"]))
     for path, methods, endpoint in (*control.ROUTES, *observe.ROUTES, *openai.ROUTES, *worker_routes.ROUTES):
         app.router.routes.append(Route(path, endpoint, methods=methods))
-    door = Door(is_local=is_loopback(config.host), admin_port=config.admin_port)
+    administered_at = config.host if config.admin_port is None else config.admin_host
+    door = Door(is_local=is_loopback(administered_at), admin_port=config.admin_port)
     app.add_middleware(Guard, keys=keys, door=door, timeout_s=config.request_timeout_s)
+    if config.otlp_endpoint is not None:
+        app.add_middleware(TraceContext, find=_tracing_of)
     app.add_exception_handler(ServingError, _serving_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _our_error)
@@ -81,9 +84,8 @@ def serve(config: RouterConfig, more_keys: Sequence[Key] = ()) -> None:
     keys = KeyRing(config.api_key_file, more_keys)
     create_app(config, keys)  # refuses what cannot work before a port is taken
     tls = listener_tls(config)
-    listeners = [_listen(config.host, config.port)]
+    listeners = open_listeners(config)
     if config.admin_port is not None:
-        listeners.append(_listen(config.admin_host, config.admin_port, "admin-"))
         config = msgspec.structs.replace(config, admin_port=listeners[1].getsockname()[1])
     _tell_where(listeners, is_tls=tls is not None, is_open=keys.is_open and not is_loopback(config.host))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -165,6 +167,16 @@ def server_config(app: FastAPI, tls: ssl.SSLContext | None = None) -> uvicorn.Co
         timeout_keep_alive=75,
         timeout_graceful_shutdown=1,
     )
+
+
+def open_listeners(config: RouterConfig) -> list[socket.socket]:
+    """The public one, and that of the administration if it has its own. Raises ConfigError."""
+    with contextlib.ExitStack() as undo:
+        listeners = [undo.enter_context(_listen(config.host, config.port))]
+        if config.admin_port is not None:
+            listeners.append(undo.enter_context(_listen(config.admin_host, config.admin_port, "admin-")))
+        undo.pop_all()
+    return listeners
 
 
 def _listen(host: str, port: int, prefix: str = "") -> socket.socket:
