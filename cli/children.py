@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from cli.guard_options import KEY_VARIABLES
 from common.errors import WorkerError
 
 _POLL_S = 0.1
@@ -57,12 +58,18 @@ class Children:
     running: list[Child] = field(default_factory=list)
 
     def start(self, plan: ChildPlan) -> None:
-        """The command gets `--parent-pid`, so that it ends when this process is killed."""
+        """The command gets `--parent-pid`, so that it ends when this process is killed. It takes no API keys from the
+        environment: who starts it asks it without one."""
         command = [*plan.command, "--parent-pid", str(os.getpid())]
         with contextlib.ExitStack() as opened:
             log = None if self.logs is None else opened.enter_context((self.logs / f"{plan.name}.log").open("ab"))
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log and subprocess.STDOUT, process_group=0
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log and subprocess.STDOUT,
+                process_group=0,
+                env={name: value for name, value in os.environ.items() if name not in KEY_VARIABLES},
             )
         self.running.append(Child(plan, process))
         self.say(f"{plan.name}: started, pid {process.pid}, {plan.url}")

@@ -20,7 +20,7 @@ _TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """text: None to ask an example."""
+    """text: None to ask an example. api_key: None to show none."""
 
     text: str | None
     url: str
@@ -29,6 +29,11 @@ class Options:
     stop: tuple[str, ...]
     question: bool
     no_stream: bool
+    api_key: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
 
 
 def run(options: Options) -> None:
@@ -38,11 +43,11 @@ def run(options: Options) -> None:
     """
     url = _checked(options.url)
     if options.text is not None:
-        _ask(url, request_body(options, options.text))
+        _ask(url, request_body(options, options.text), options.headers)
         return
     problem = gsm_mini.problems("heldout", secrets.randbelow(1 << 31), 1)[0]
     body = request_body(replace(options, question=True), problem.question)
-    _ask(url, body, f"Question: {problem.question}\nAnswer:")
+    _ask(url, body, options.headers, f"Question: {problem.question}\nAnswer:")
     click.echo(f"Expected: {problem.answer}")
 
 
@@ -58,12 +63,12 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
-def _ask(url: str, body: dict[str, Any], before: str = "") -> None:
+def _ask(url: str, body: dict[str, Any], headers: dict[str, str], before: str = "") -> None:
     """before: printed once the answer begins to come."""
     pieces = _pieces if body["stream"] else _whole
     begun = False
     try:
-        for piece in without_last_newlines(pieces(url, body)):
+        for piece in without_last_newlines(pieces(url, body, headers)):
             click.echo(piece if begun else before + piece, nl=False)
             begun = True
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -94,16 +99,16 @@ def request_body(options: Options, asked: str) -> dict[str, Any]:
     return {"text": text, "sampling_params": sampling, "stream": not options.no_stream}
 
 
-def _whole(url: str, body: dict[str, Any]) -> Iterator[str]:
-    answer = httpx.post(f"{url}/generate", json=body, timeout=_TIMEOUT)
+def _whole(url: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[str]:
+    answer = httpx.post(f"{url}/generate", json=body, headers=headers, timeout=_TIMEOUT)
     _raise_for(answer.status_code, answer.text)
     yield str(answer.json()["text"])
 
 
-def _pieces(url: str, body: dict[str, Any]) -> Iterator[str]:
+def _pieces(url: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[str]:
     """What each event adds to the text."""
     shown = ""
-    with httpx.stream("POST", f"{url}/generate", json=body, timeout=_TIMEOUT) as answer:
+    with httpx.stream("POST", f"{url}/generate", json=body, headers=headers, timeout=_TIMEOUT) as answer:
         if answer.status_code != 200:
             answer.read()
             _raise_for(answer.status_code, answer.text)

@@ -9,6 +9,8 @@ import click
 
 from common.config import RouterConfig
 
+KEY_VARIABLES = ("TANDEM_API_KEY", "TANDEM_ADMIN_API_KEY")
+
 _DEFAULTS = RouterConfig()
 
 _OPTIONS = (
@@ -40,8 +42,8 @@ _OPTIONS = (
     ),
     click.option("--requests-per-minute", type=int, help="Of one user key; not bounded by default"),
     click.option("--api-key-file", help="Keys of clients, one a line: role name key. role: user or admin"),
-    click.option("--api-key", envvar="TANDEM_API_KEY", show_envvar=True, help="One user key (others can see it in ps)"),
-    click.option("--admin-api-key", envvar="TANDEM_ADMIN_API_KEY", show_envvar=True, help="One admin key"),
+    click.option("--api-key", envvar=KEY_VARIABLES[0], show_envvar=True, help="One user key (others can see it in ps)"),
+    click.option("--admin-api-key", envvar=KEY_VARIABLES[1], show_envvar=True, help="One admin key"),
     click.option("--admin-port", type=int, help="Port of the administration, which --port then does not have"),
     click.option("--admin-host", default=_DEFAULTS.admin_host, show_default=True, help="Its address"),
     click.option("--worker-api-key-file", help="The first admin key in it is shown to the workers"),

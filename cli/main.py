@@ -102,6 +102,7 @@ def up(**values: Any) -> None:
 )
 @click.option("--example", is_flag=True, help="In place of TEXT: a word problem, another one each time")
 @click.option("--no-stream", is_flag=True, help="Print the answer when it is complete")
+@click.option("--api-key", envvar="TANDEM_API_KEY", show_envvar=True, help="For a server that asks for one")
 def generate(example: bool, **values: Any) -> None:
     """Continue TEXT, printing tokens as they come."""
     from cli.generate import Options, run

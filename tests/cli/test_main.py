@@ -49,7 +49,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     front = types.ModuleType("node.front")
     front.__dict__["serve"] = configs.append
     monkeypatch.setitem(sys.modules, "node.front", front)
-    monkeypatch.setattr(router.app, "serve", configs.append)
+    monkeypatch.setattr(router.app, "serve", lambda config, _: configs.append(config))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     for name in ("config.json", "tokenizer.json"):
