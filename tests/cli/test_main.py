@@ -198,7 +198,7 @@ def test_what_cannot_work_is_refused_in_one_line(capsys: pytest.CaptureFixture[s
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        arguments = ["router", "--port", port, "--prefill", "http://127.0.0.1:1", "1", "--decode", "http://127.0.0.1:1"]
+        arguments = ["router", "--port", port, "--prefill", "http://127.0.0.1:1", "1", "--decode", "http://127.0.0.1:2"]
         status, message = refused(capsys, *arguments)
     assert status == 2
     assert message.startswith(f"--port {port}: ")
@@ -261,7 +261,7 @@ def test_a_process_whose_parent_is_gone_ends_at_once() -> None:
 
 def test_ctrl_c_is_how_a_router_ends() -> None:
     command = [sys.executable, "-m", "cli.main", "router", "--port", "0"]
-    command += ["--prefill", "http://127.0.0.1:1", "1", "--decode", "http://127.0.0.1:1"]
+    command += ["--prefill", "http://127.0.0.1:1", "1", "--decode", "http://127.0.0.1:2"]
     with subprocess.Popen(command, cwd=BUNDLED_MODEL.parents[1], stderr=subprocess.PIPE, text=True) as running:
         assert running.stderr is not None
         try:
