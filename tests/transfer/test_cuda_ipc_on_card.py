@@ -1,4 +1,7 @@
-"""cuda_ipc on a card: copies inside a process and between two, digests, and the whole hand-off with its faults."""
+"""Transports of a card's memory: copies inside a process and between two, digests, the whole hand-off with its faults.
+
+Those over Mooncake are skipped where it is not installed or knows no CUDA.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton cannot be installed here: it exists for Linux on x86-64 and ARM")
 
-from common.config import EngineConfig, TransportName, Verify
-from common.errors import TransferError
+from common.config import EngineConfig, TransferConfig, TransportName, Verify
+from common.errors import ConfigError, TransferError
 from common.layout import PoolPlacement
 from node.transport_memory import pool_allocator
 from tests.support.ranks import (
@@ -34,7 +37,7 @@ from transfer.cuda_ipc import CudaIpcTransport
 from transfer.device_digest import DeviceReader
 from transfer.device_kernels import hash_items, hash_items_reference
 from transfer.digest import StateDigests
-from transfer.transport import Block
+from transfer.transport import Block, open_transport
 
 sys.path.insert(0, str(Path(__file__).parent))
 from transfer_rig import make_layout
@@ -45,7 +48,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 MIB = 1 << 20
-CARD = {"transport": TransportName.CUDA_IPC, "device": "cuda"}
+WAYS = (TransportName.CUDA_IPC, TransportName.MOONCAKE, TransportName.AUTO)
 WRITER = """
 import sys, torch
 from node.transport_memory import pool_allocator
@@ -66,6 +69,15 @@ for line in sys.stdin:
             transport.forget(session)
     print("done", flush=True)
 """
+
+
+def on_card(way: TransportName) -> dict[str, Any]:
+    """Settings of ranks that hand over in this way."""
+    try:
+        open_transport(TransferConfig(transport=way), "cuda").close()
+    except ConfigError as error:
+        pytest.skip(error.message)
+    return {"transport": way, "device": "cuda"}
 
 
 @pytest.fixture
@@ -249,11 +261,13 @@ ENGINE = EngineConfig(max_total_tokens=16384, max_state_slots=24, max_running_re
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, 513, 1100)
 
 
-def test_disaggregated_is_unified_and_bytes_cross_unchanged() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_disaggregated_is_unified_and_bytes_cross_unchanged(way: TransportName) -> None:
+    settings = on_card(way)
     wanted = tasks(LENGTHS)
     with unified_ranks(engine=ENGINE, device="cuda") as ranks:
         alone = [ranks.run([task])[0] for task in wanted]
-    with disaggregated_ranks(engine=ENGINE, **CARD) as ranks:
+    with disaggregated_ranks(engine=ENGINE, **settings) as ranks:
         snapshots = Snapshots()
         snapshots.watch(ranks.prefill, ranks.decode)
         found = [ranks.run([task])[0] for task in wanted]
@@ -271,9 +285,10 @@ def test_disaggregated_is_unified_and_bytes_cross_unchanged() -> None:
     assert_bytes_crossed_unchanged(snapshots, len(snapshots.sent))
 
 
+@pytest.mark.parametrize("way", [TransportName.CUDA_IPC, TransportName.MOONCAKE])
 @pytest.mark.parametrize("part", ["kv", "conv", "ssm", "track"])
-def test_a_part_that_arrives_as_zeros_is_noticed(part: str) -> None:
-    with disaggregated_ranks(engine=ENGINE, **CARD) as ranks:
+def test_a_part_that_arrives_as_zeros_is_noticed(part: str, way: TransportName) -> None:
+    with disaggregated_ranks(engine=ENGINE, **on_card(way)) as ranks:
         sender: Any = ranks.prefill.transport
         zeros = sender.device_buffer(8 * MIB)
         begin = sender.begin
@@ -292,9 +307,20 @@ def test_a_part_that_arrives_as_zeros_is_noticed(part: str) -> None:
     assert part in outcome.error.message
 
 
-def test_two_processes_through_the_router(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [TransportName.AUTO, TransportName.MOONCAKE])
+def test_two_processes_through_the_router(tmp_path: Path, way: TransportName) -> None:
+    on_card(way)
     prompts = [[3 + (i * 37 + j * 11) % 1000 for j in range(n)] for i, n in enumerate((5, 64, 200, 300, 700, 1500))]
-    extra = ("--device", "cuda", "--max-total-tokens", "16384", "--max-mamba-cache-size", "32")
+    extra = (
+        "--device",
+        "cuda",
+        "--transport",
+        way.value,
+        "--max-total-tokens",
+        "16384",
+        "--max-mamba-cache-size",
+        "32",
+    )
     with stack(tmp_path, with_unified=True, extra=(*extra, "--max-running-requests", "8")) as running:
         assert running.unified is not None
 
@@ -312,5 +338,6 @@ def test_two_processes_through_the_router(tmp_path: Path) -> None:
         assert warm["meta_info"]["cached_tokens"] >= 1024
         for server in (running.prefill, running.decode):
             info = httpx.get(f"{server.url}/server_info", timeout=10).json()
-            assert info["transport"].startswith("cuda_ipc") and info["disaggregation_transfer_backend"] == "auto"
+            assert info["disaggregation_transfer_backend"] == way.value
+            assert info["transport"].startswith("cuda_ipc" if way is TransportName.AUTO else "mooncake-tcp")
             assert server.is_idle()
