@@ -280,3 +280,18 @@ def test_with_one_pair_alone_the_error_comes_within_a_second(cluster: Cluster) -
         assert (error["type"], error["retryable"]) == ("worker_error", True)
         refused = generate(router.url, body(2))
         assert refused.status_code in (502, 503) and refused.json()["error"]["retryable"] is True
+
+
+# Nodes that hold what a request begins with
+
+
+def test_turns_of_conversations_find_their_nodes_again(cluster: Cluster) -> None:
+    """Three at once: each later turn finds everything that is kept of the turn before it."""
+    prompts = [[(7 * i + place) % 400 + 100 for i in range(300)] for place in range(3)]
+    for turn in range(5):
+        for place, prompt in enumerate(prompts):
+            parameters = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+            answer = generate(cluster.router.url, {"input_ids": prompt, "sampling_params": parameters}).json()
+            kept = (len(prompt) - 34) // 64 * 64  # of the prompt of the turn before
+            assert turn == 0 or answer["meta_info"]["cached_tokens"] >= kept
+            prompts[place] = [*prompt, *answer["output_ids"], *range(200 + turn, 230 + turn)]
