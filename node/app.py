@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ from node.metrics import CONTENT_TYPE, exposition
 from node.openai.endpoints import OpenAIEndpoints
 from node.rank_client import RankClient
 from node.requests import GenerateRequest
+from node.role import read_role
 from node.tokenizer import Tokenizer
 
 HEALTH_TIMEOUT_S = 20.0
@@ -50,7 +52,8 @@ _FLUSH_TIMEOUT = NumberRule(integer=False, low=0, high=600)
 class ServingNode:
     """What the endpoints work with, complete once the ranks are ready. bootstrap_port: of a prefill node.
 
-    instance: another one at every start, so that a router notices a restart between two of its checks.
+    instance: another one at every start, so that a router notices a restart between two of its checks. change_role: to
+    this one; raises ServingError when that cannot be.
     """
 
     config: NodeConfig
@@ -59,6 +62,7 @@ class ServingNode:
     client: RankClient
     bootstrap_port: int | None
     grammars: GrammarChecker
+    change_role: Callable[[Role], None]
     chat_template: ChatTemplate | None = None
     tracing: Tracing | None = None
     keys: KeyRing = field(default_factory=KeyRing)
@@ -258,6 +262,14 @@ def _add_control(app: FastAPI, node: ServingNode, generator: Generator) -> None:
                     message = f"the cache was not flushed: {error.message}"
                     raise RequestError(message, code="flush_refused") from error
             await asyncio.sleep(FLUSH_RETRY_S)
+
+    @app.post("/role")
+    async def post_role(request: Request) -> Response:
+        role = read_role(decode_object(await generator.read(request)))
+        if role is node.config.role:
+            return json_response({"role": role.value, "changing": False})
+        node.change_role(role)
+        return json_response({"role": role.value, "changing": True}, 202)
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:

@@ -4,7 +4,8 @@
                                                                             └── the last rank died ──► exit 1
 
 The first SIGTERM or SIGINT lets what runs end, for the drain time-out at most, and refuses the rest; the second one
-waits for nothing. While nothing runs, the first one does not wait either.
+waits for nothing. While nothing runs, the first one does not wait either. Another role (node/role.py) begins with such
+an end.
 
 No torch here: the front is small and starts quickly.
 """
@@ -44,6 +45,8 @@ from node.limits import ServingLimits
 from node.messages import Ready
 from node.processes import RankProcess, rank_command, start_rank
 from node.rank_client import RankClient
+from node.registration import Registrar, Registration, Routers, advertised_url, check_registration
+from node.role import cannot_change, check_role, own_command_as, start_again
 from node.tokenizer import Tokenizer, load_eos_token_ids, load_tokenizer
 from node.trace import RequestTrace
 
@@ -76,6 +79,7 @@ def serve(
     configure_logging(config.server.log_level, f"{config.role.value}/front")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     check_node_config(config)
+    routers = check_registration(config.role, config.server)
     keys, tls = KeyRing(config.server.api_key_file), server_context(_tls_config(config.server))
     tokenizer = load_tokenizer(config.model.path)
     chat_template = load_chat_template(config.model.path, config.model.chat_template)
@@ -95,9 +99,13 @@ def serve(
             ipc_dir=ipc_dir,
             keys=keys,
             tls=tls,
+            routers=routers,
         )
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(front.run())
+    if front.next_command is not None:
+        log.info("starting again as %s", " ".join(front.next_command))
+        start_again(front.next_command)
 
 
 def _tls_config(server: ServerConfig) -> TlsConfig:
@@ -118,6 +126,8 @@ class _Front:
     ipc_dir: Path
     keys: KeyRing
     tls: ssl.SSLContext | None
+    routers: Routers | None
+    next_command: list[str] | None = None  # what the process becomes when it has drained
     draining: asyncio.Event = field(default_factory=asyncio.Event)  # a signal came
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  # a second one, or there is no rank to drain
     last_death: WorkerError | None = None  # of the last rank that lived, while the node served
@@ -148,6 +158,9 @@ class _Front:
             raise self.last_death
 
     def _on_signal(self) -> None:
+        if self.next_command is not None:  # it drains already, to start again; now it only ends
+            self.next_command = None
+            return
         (self.stopping if self.draining.is_set() else self.draining).set()
 
     @asynccontextmanager
@@ -195,6 +208,7 @@ class _Front:
                 bootstrap_port=bootstrap_port,
                 keys=self.keys,
                 tracing=self.tracing,
+                change_role=self.change_role,
             )
             await self._serve_http(node)
 
@@ -231,13 +245,50 @@ class _Front:
         log.info("%s node ready on %s, fingerprint %s", self.config.role.value, where, _prints(node))
         if self.keys.is_open and not is_loopback(self.config.server.host):
             log.warning("no API keys: whoever reaches this node may use and administer it (--api-key-file)")
-        await _first_of(serving, self.draining.wait(), self.stopping.wait())
+        async with self._registered(node):
+            await _first_of(serving, self.draining.wait(), self.stopping.wait())
         if not self.stopping.is_set():
             await self._drain(node.client, server)
         server.should_exit = True
         node.client.abort_all("the node is shutting down")
         node.client.fail_running(WorkerError("the node is shutting down", code="shutting_down"))
         await serving
+
+    @asynccontextmanager
+    async def _registered(self, node: ServingNode) -> AsyncIterator[None]:
+        """Routers are told that it leaves before it refuses anything, so that nothing they send is refused."""
+        if self.routers is None:
+            yield
+            return
+        registration = Registration(
+            url=advertised_url(self.config.server, self.listener.getsockname()[1]),
+            role=self.config.role.value,
+            bootstrap_port=node.bootstrap_port,
+            instance=node.instance,
+        )
+        registrar = Registrar(routers=self.routers, registration=registration)
+        registrar.start()
+        try:
+            yield
+        finally:
+            leaving = asyncio.create_task(registrar.leave())
+            await _first_of(leaving, self.stopping.wait())
+            if leaving.done():
+                leaving.result()
+            leaving.cancel()
+
+    def change_role(self, role: Role) -> None:
+        """Drain, and start again as a node of this role. Raises ServingError when that cannot be."""
+        if self.draining.is_set():
+            raise WorkerError("the node is draining", code="draining")
+        changed = check_role(self.config, role)
+        try:
+            _check_bootstrap_port(changed)
+            self.next_command = own_command_as(role, self.config.role)
+        except ConfigError as error:
+            raise cannot_change(error) from error
+        log.info("the node drains to become a %s node", role.value)
+        self.draining.set()
 
     async def _drain(self, client: RankClient, server: uvicorn.Server) -> None:
         """Take nothing new, and wait until nothing runs and all answers are written, a second signal comes or the time

@@ -8,7 +8,6 @@ A router that cannot be reached is asked again; it hears of the node when it com
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import ssl
 from dataclasses import dataclass, field
@@ -110,6 +109,7 @@ class Registrar:
     def start(self) -> None:
         import httpx  # of nodes that register only
 
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         headers = {} if self.routers.authorization is None else {"authorization": self.routers.authorization}
         self._client = httpx.AsyncClient(verify=self.routers.tls, headers=headers, timeout=ASK_S, trust_env=False)
         self._loops = [asyncio.create_task(self._stay_registered(url)) for url in self.routers.urls]
@@ -123,10 +123,13 @@ class Registrar:
         client, self._client = self._client, None
         if client is None:
             return
-        async with client:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LEAVE_S):
-                    await asyncio.gather(*(self._take_leave(client, url) for url in self.routers.urls))
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                await asyncio.gather(*(self._take_leave(client, url) for url in self.routers.urls))
+        except TimeoutError:
+            log.warning("not all routers have heard in time that the node leaves")
+        finally:
+            await client.aclose()
 
     async def _stay_registered(self, router: str) -> None:
         body = msgspec.to_builtins(self.registration)
@@ -134,7 +137,7 @@ class Registrar:
             is_in, news = await self._ask(self._client, "POST", f"{router}/workers", json=body)
             if news != self._said.get(router):
                 self._said[router] = news
-                log.log(logging.INFO if is_in else logging.WARNING, "router %s: %s", router, news)
+                log.log(logging.INFO if is_in else logging.WARNING, "registering at %s: %s", router, news)
             await asyncio.sleep(self.routers.interval_s if is_in else min(AGAIN_S, self.routers.interval_s))
 
     async def _take_leave(self, client: httpx.AsyncClient, router: str) -> None:
@@ -153,23 +156,26 @@ class Registrar:
             answer = await client.request(method, url, **what)
         except httpx.HTTPError as error:
             return False, f"it cannot be reached ({type(error).__name__})"
-        return answer.is_success, _news(answer)
-
-
-class _Error(msgspec.Struct):
-    message: str = "no reason given"
+        return answer.is_success, _news(answer) if answer.is_success else _reason(answer)
 
 
 class _Said(msgspec.Struct):
-    error: _Error = msgspec.field(default_factory=_Error)
+    """By a router. mismatches: of this node with others."""
+
+    error: dict[str, Any] = msgspec.field(default_factory=dict)
     mismatches: list[str] = msgspec.field(default_factory=list)
 
 
-def _news(answer: httpx.Response) -> str:
+def _said(answer: httpx.Response) -> _Said:
     try:
-        said = msgspec.json.decode(answer.content, type=_Said)
+        return msgspec.json.decode(answer.content, type=_Said)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        said = _Said()
-    if not answer.is_success:
-        return f"{answer.status_code}: {said.error.message}"
-    return "; ".join(["registered", *said.mismatches])
+        return _Said()
+
+
+def _news(answer: httpx.Response) -> str:
+    return "; ".join(["it has taken that", *_said(answer).mismatches])
+
+
+def _reason(answer: httpx.Response) -> str:
+    return f"{answer.status_code}: {_said(answer).error.get('message', 'no reason given')}"

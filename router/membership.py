@@ -171,12 +171,12 @@ class Membership:
             raise RequestError(f"no such worker: {name}", code="unknown_worker", param="url", status=404)
         if instance is not None and worker.instance not in (None, instance):
             raise RequestError(f"another process runs at {worker.url}", code="other_instance", status=409)
-        if instance is None:
-            self._update(removed={**self._kept.removed, worker.url: worker.instance})
         if force:
             self._workers.remove(worker)
         else:
             self._workers.leave(worker)
+        if instance is None:
+            self._update(removed={**self._kept.removed, worker.url: worker.instance})
         return worker
 
     def _find(self, name: str) -> Worker | None:
