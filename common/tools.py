@@ -121,6 +121,8 @@ def _read_tool(where: str, value: Any) -> Tool:
         raise _refused(f"{where}.function.name", "it must be 1 to 64 of the characters a-z, A-Z, 0-9, _, -, .")
     if parameters is not None and not isinstance(parameters, dict):
         raise _refused(f"{where}.function.parameters", "it must be a JSON schema, an object")
+    if parameters is not None and parameters.get("type", "object") != "object":
+        raise _refused(f"{where}.function.parameters.type", "it must be object, as arguments are")
     for field, kind in (("description", str), ("strict", bool)):
         if function.get(field) is not None and not isinstance(function[field], kind):
             raise _refused(f"{where}.function.{field}", f"it must be a {'string' if kind is str else 'boolean'}")

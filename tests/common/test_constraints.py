@@ -1,0 +1,197 @@
+"""Grammars of chat answers, tried with llguidance itself on texts that they must take and must not."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import tokenizers
+from llguidance import LLMatcher, LLTokenizer
+
+from common.constraints import Thought, constraints, thought_of
+from common.errors import RequestError
+from common.response_format import read_response_format
+from common.tools import NO_TOOLS, ToolFormat, ToolRequest, read_tools
+from node.grammar_check import check
+from node.grammars import Question
+from tests.support.stack import MODEL
+
+MARKERS = ["<think>", "</think>", "<TOOLCALL>", "</TOOLCALL>", "<tool_call>", "</tool_call>"]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "g"}},
+]
+FORCED = read_tools({"tools": TOOLS, "tool_choice": "required"})
+F, G = '{"name": "f", "arguments": {"a": 12}}', '{"name": "g", "arguments": {"x": [1, null]}}'
+CALLS = {
+    ToolFormat.HERMES: (
+        "<tool_call>\n%s\n</tool_call>",
+        "<tool_call>\n%s\n</tool_call>\n<tool_call>\n%s\n</tool_call>",
+    ),
+    ToolFormat.NEMOTRON: ("<TOOLCALL>[%s]</TOOLCALL>", "<TOOLCALL>[%s, %s]</TOOLCALL>"),
+    ToolFormat.PLAIN: ("[%s]", "[%s, %s]"),
+}
+
+
+@cache
+def tokens(special: bool) -> tuple[LLTokenizer, tokenizers.Tokenizer]:
+    """special: the markers are special tokens, as with some models; otherwise they are text."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    if special:
+        tokenizer.add_special_tokens(MARKERS)
+    return LLTokenizer(tokenizer.to_str(), n_vocab=1024 + len(MARKERS), eos_token=[0]), tokenizer
+
+
+class Trial:
+    """One grammar, and what it says of texts."""
+
+    def __init__(self, fields: dict[str, Any], special: bool) -> None:
+        (kind,) = fields.keys() - {"skip_special_tokens"}
+        self._tokens, self._tokenizer = tokens(special)
+        verdict = check(self._tokens, Question(kind=kind, text=fields[kind]))
+        assert verdict.error is None, verdict.error
+        self._text = verdict.text
+
+    def takes(self, text: str) -> bool:
+        """Whether the whole text is an answer."""
+        matcher = LLMatcher(self._tokens, self._text, log_level=0)
+        token_ids = self._tokenizer.encode(text).ids
+        return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("form", list(ToolFormat))
+def test_a_forced_call_is_one_of_the_tools_with_valid_arguments(form: ToolFormat, special: bool) -> None:
+    trial = Trial(constraints(None, FORCED, form, Thought.NONE, special_tokens(special)), special)
+    one, two = CALLS[form]
+    for good in (one % F, one % G, two % (F, G), two % (G, F)):
+        assert trial.takes(good), good
+    for bad in ("", "x" + one % F, one % F + "x", one % '{"name": "h", "arguments": {}}', F):
+        assert not trial.takes(bad), bad
+    for arguments in ('{"a": "12"}', "{}", '{"a": 1, "b": 2}', "[]"):
+        assert not trial.takes(one % ('{"name": "f", "arguments": ' + arguments + "}")), arguments
+    assert not trial.takes(f"<think>x</think>{one % F}")
+
+
+@pytest.mark.parametrize("form", list(ToolFormat))
+def test_a_named_function_is_called_once_and_no_other(form: ToolFormat) -> None:
+    one, two = CALLS[form]
+    named = read_tools({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}})
+    trial = Trial(constraints(None, named, form, Thought.NONE, frozenset()), False)
+    assert trial.takes(one % G) and not trial.takes(one % F) and not trial.takes(two % (G, G))
+    single = read_tools({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False})
+    trial = Trial(constraints(None, single, form, Thought.NONE, frozenset()), False)
+    assert trial.takes(one % F) and not trial.takes(two % (F, G))
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+def test_a_thought_comes_before_what_is_constrained(special: bool) -> None:
+    schema = '{"type": "integer"}'
+    opened, possible = (
+        Trial(constraints(schema, NO_TOOLS, ToolFormat.PLAIN, thought, special_tokens(special)), special)
+        for thought in (Thought.OPEN, Thought.POSSIBLE)
+    )
+    for good in ("\nTwo {1} < 3\nand </b> 😀\n</think>\n\n12", "</think>12", "x</think>\n12"):
+        assert opened.takes(good) and possible.takes(f"<think>{good}"), good
+    assert possible.takes("12") and not opened.takes("12")
+    for bad in ("x", "x</think>", "x</think>y", "x</think>\n\n\n\n12"):
+        assert not opened.takes(bad) and not possible.takes(f"<think>{bad}"), bad
+
+
+def test_an_answer_of_a_schema_may_call_a_tool_instead() -> None:
+    auto = read_tools({"tools": TOOLS})
+    trial = Trial(constraints('{"enum": [7]}', auto, ToolFormat.NEMOTRON, Thought.NONE, frozenset()), False)
+    assert trial.takes("7") and trial.takes(f"<TOOLCALL>[{F}]</TOOLCALL>") and not trial.takes("8")
+
+
+def test_white_space_is_bounded_unless_the_schema_sets_its_own() -> None:
+    schema = {"type": "array", "items": {"enum": [1]}}
+    for thought, prefix in ((Thought.NONE, ""), (Thought.OPEN, "</think>")):
+        trial = Trial(constraints(json.dumps(schema), NO_TOOLS, ToolFormat.PLAIN, thought, frozenset()), False)
+        assert trial.takes(prefix + "[1, 1]") and trial.takes(prefix + "[\n        1,\n        1\n]")
+        assert (
+            trial.takes(prefix + "[1,1]") and not trial.takes(prefix + "[\n\n1]") and not trial.takes(prefix + "[  1]")
+        )
+        own = json.dumps({**schema, "x-guidance": {"whitespace_pattern": " {2}"}})
+        trial = Trial(constraints(own, NO_TOOLS, ToolFormat.PLAIN, thought, frozenset()), False)
+        assert trial.takes(prefix + "[1,  1]") and not trial.takes(prefix + "[1, 1]")
+
+
+def test_a_free_answer_has_no_grammar_but_its_markers_are_shown() -> None:
+    auto, nothing = read_tools({"tools": TOOLS}), special_tokens(False)
+    assert constraints(None, NO_TOOLS, ToolFormat.PLAIN, Thought.NONE, special_tokens(True)) == {}
+    assert constraints(None, auto, ToolFormat.HERMES, Thought.POSSIBLE, nothing) == {}
+    shown = {"skip_special_tokens": False}
+    assert constraints(None, auto, ToolFormat.HERMES, Thought.NONE, frozenset({"<tool_call>"})) == shown
+    assert constraints(None, NO_TOOLS, ToolFormat.HERMES, Thought.OPEN, frozenset({"</think>"})) == shown
+    assert constraints(None, NO_TOOLS, ToolFormat.HERMES, Thought.NONE, frozenset(MARKERS)) == {}
+
+
+def special_tokens(special: bool) -> frozenset[str]:
+    return frozenset(MARKERS if special else [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "splits", "expected"),
+    [
+        ("<|assistant|>\n<think>\n", True, Thought.OPEN),
+        ("<|assistant|>\n<think></think>\n\n", True, Thought.NONE),
+        ("<|assistant|>\n", True, Thought.POSSIBLE),
+        ("<|assistant|>\n<think>\n", False, Thought.NONE),
+    ],
+)
+def test_the_prompt_says_what_thought_may_come(prompt: str, splits: bool, expected: Thought) -> None:
+    assert thought_of(prompt, splits=splits) is expected
+
+
+def test_response_formats() -> None:
+    assert read_response_format(None) is read_response_format({"type": "text"}) is None
+    assert json.loads(read_response_format({"type": "json_object"}) or "") == {"type": "object"}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "integer"}}}
+    assert json.loads(read_response_format(wanted) or "") == {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ("json", "response_format"),
+        ({}, "response_format.type"),
+        ({"type": "xml"}, "response_format.type"),
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "json_schema", "json_schema": {}}, "response_format.json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"schema": "{}"}}, "response_format.json_schema.schema"),
+        ({"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}, "response_format.json_schema.strict"),
+    ],
+)
+def test_bad_response_formats_are_named(value: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_response_format(value)
+    assert caught.value.param == param
+
+
+def test_every_request_that_forces_calls_makes_a_grammar_that_compiles() -> None:
+    """Names and schemas with everything that has to be quoted."""
+    odd = {
+        "type": "object",
+        "properties": {'q"\\/\n%é😀': {"enum": ['"', "\\", "\n", "/"]}},
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "a-b.c_9", "parameters": odd}}]
+    request: ToolRequest = read_tools({"tools": tools, "tool_choice": "required"})
+    for form in ToolFormat:
+        trial = Trial(constraints(None, request, form, Thought.OPEN, frozenset()), False)
+        call = json.dumps({"name": "a-b.c_9", "arguments": {'q"\\/\n%é😀': "\n"}}, ensure_ascii=False)
+        assert trial.takes("</think>" + CALLS[form][0] % call)
