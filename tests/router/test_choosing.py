@@ -231,6 +231,12 @@ async def test_a_client_may_choose_the_decode_rank() -> None:
             assert body.get("data_parallel_rank") is None
         targets = [target for worker in running.router.state.workers.decode for target in worker.targets]
         assert all(target.load.num_shares == 0 for target in targets)
+        for worker in running.decode:
+            worker.script = never
+        asked = asyncio.create_task(running.router.generate(routed_dp_rank=2))
+        await running.router.until(lambda: any(target.load.num_shares for target in targets))
+        assert {target.rank for target in targets if target.load.num_shares} == {2}
+        asked.cancel()
 
 
 async def test_a_prefill_worker_with_one_rank_is_not_told_of_decode_s(
