@@ -10,6 +10,7 @@ from common.reasoning import CLOSE, OPEN, opens_thinking
 from common.response_format import ANY_OBJECT
 from common.tools import ToolFormat, ToolRequest
 
+GRAMMARS = frozenset({"json_schema", "ebnf"})  # the fields of `sampling_params` that constrain an answer here
 MAX_FORCED_CALLS = 16
 # Between the tokens of JSON: a space, or a new line and its indentation. Unbounded, a model may write nothing else.
 WHITESPACE = r" |\r?\n[ \t]{0,24}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from common.constraints import constraints, thought_of
+from common.constraints import GRAMMARS, constraints, thought_of
 from common.errors import RequestError
 from common.reasoning import ReasoningParser, opens_thinking, splits_reasoning
 from common.response_format import read_response_format
@@ -73,26 +73,26 @@ def read_chat(raw: dict[str, Any], model: ChatModel) -> Call:
     check_template(tools, model.tool_source)
     prompt = render(fields, model.template, tools)
     body = generate_fields(fields, _max_tokens(fields)) | {"text": prompt}
-    _add_stops(body["sampling_params"], model.template)
-    _constrain(body["sampling_params"], fields, prompt, tools, model)
+    constrained = _constraints(fields, prompt, tools, model)
+    body["sampling_params"] |= constrained
+    if constrained.keys().isdisjoint(GRAMMARS):  # a grammar says itself where an answer ends
+        _add_stops(body["sampling_params"], model.template)
     logprobs = read_bool("logprobs", fields.get("logprobs", False))
     body |= _logprob_fields(fields, logprobs=logprobs)
     return Call(
         body=body,
         wishes=read_wishes(fields, logprobs=logprobs),
-        names=_NAMES,
+        names=_NAMES | dict.fromkeys(GRAMMARS & constrained.keys(), "tools" if tools.is_forced else "response_format"),
         special_tokens=False,
         parts=_parts(fields, prompt, tools, model),
     )
 
 
-def _constrain(
-    sampling: dict[str, Any], fields: dict[str, Any], prompt: str, tools: ToolRequest, model: ChatModel
-) -> None:
-    """Add the grammar that response format and tools make."""
+def _constraints(fields: dict[str, Any], prompt: str, tools: ToolRequest, model: ChatModel) -> dict[str, Any]:
+    """What response format and tools make of `sampling_params`."""
     schema = read_response_format(fields.get("response_format"))
     thought = thought_of(prompt, splits=model.splits_reasoning)
-    sampling |= constraints(schema, tools, tool_format(model.tool_source), thought, model.special_tokens)
+    return constraints(schema, tools, tool_format(model.tool_source), thought, model.special_tokens)
 
 
 def _parts(fields: dict[str, Any], prompt: str, tools: ToolRequest, model: ChatModel) -> ChatParts:
