@@ -64,6 +64,8 @@ class MockWorker:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/v1/{endpoint:.*}", self._generate)
+        app.router.add_post("/tokenize", self._generate)
+        app.router.add_get("/v1/models", self._model_info)
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/health", self._health)
         app.router.add_get("/health_generate", self._health_generate)
