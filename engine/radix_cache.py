@@ -247,6 +247,26 @@ class RadixCache:
             **asdict(self.counters),
         }
 
+    def prefixes(self, limit: int) -> tuple[list[dict[str, int]], int]:
+        """The `limit` largest families of prefixes, and how many are left out: sizes alone, no token of them.
+
+        A family is all that begins with the same page. longest_tokens: of its prefixes; tokens: of all, common ones
+        once; branches: where it ends; states: where it can be resumed; in_use: nodes that requests hold.
+        """
+        families = [self._family(node) for node in self._root.children.values()]
+        families.sort(key=lambda family: family["tokens"], reverse=True)
+        return families[:limit], max(0, len(families) - limit)
+
+    def _family(self, top: Node) -> dict[str, int]:
+        nodes = self._nodes(top)
+        return {
+            "tokens": self.page_size * sum(len(node.pages) for node in nodes),
+            "longest_tokens": max(node.end for node in nodes),
+            "branches": sum(not node.children for node in nodes),
+            "states": sum(node.slot is not None for node in nodes),
+            "in_use": sum(node.kv_locks > 0 for node in nodes),
+        }
+
     # -- locks -------------------------------------------------------------------------------------
 
     def lock(self, node: Node, *, state: bool = False) -> Lock:
@@ -460,9 +480,9 @@ class RadixCache:
         _check_owners("page", self._pages, cached_pages, self._cached_pages, list(request_pages))
         _check_owners("slot", self._slots, cached_slots, self._cached_slots, list(request_slots))
 
-    def _nodes(self) -> list[Node]:
-        """All but the root."""
-        nodes, todo = [], [self._root]
+    def _nodes(self, top: Node | None = None) -> list[Node]:
+        """All but the root; top: it and those below it."""
+        nodes, todo = ([], [self._root]) if top is None else ([top], [top])
         while todo:
             children = list(todo.pop().children.values())
             nodes += children

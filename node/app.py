@@ -223,6 +223,12 @@ def _add_accounts(app: FastAPI, node: ServingNode, generator: Generator) -> None
         )
         return Response(text, media_type=CONTENT_TYPE)
 
+    @app.get("/debug/cache")
+    async def debug_cache(request: Request) -> Response:
+        limit = _read_limit(request.query_params.get("limit"))
+        ranks = await _ask_each(node, "prefixes", limit=limit)
+        return json_response({"role": node.config.role.value, "ranks": [_or_error(rank) for rank in ranks]})
+
     @app.get("/debug/state")
     async def debug_state(request: Request) -> Response:
         limit = _read_limit(request.query_params.get("limit"))

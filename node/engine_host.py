@@ -187,6 +187,8 @@ class EngineHost:
                 if idle:
                     self.scheduler.memory.flush()
                 reply = Reply(ticket=message.ticket, payload={}, error=None if idle else _busy())
+            case "prefixes":
+                reply = Reply(ticket=message.ticket, payload=self.prefixes(message.limit))
             case "states":
                 reply = Reply(ticket=message.ticket, payload={"states": self.states.listing()})
             case "record":
@@ -224,6 +226,12 @@ class EngineHost:
             **{name: entries[:limit] for name, entries in listing.items()},
             "omitted": {name: max(0, len(entries) - limit) for name, entries in listing.items()},
         }
+
+    def prefixes(self, limit: int) -> dict[str, Any]:
+        """What is cached, as /debug/cache shows it."""
+        cache = self.scheduler.memory.cache
+        families, omitted = ([], 0) if cache is None else cache.prefixes(limit)
+        return {"prefixes": families, "omitted": omitted}
 
     def state(self, rooms: Rooms) -> dict[str, object]:
         """Counters and pools of this rank, as /server_info and /metrics show them."""

@@ -41,8 +41,8 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Ask for something that is no sequence. what: "state" (counters and pools), "flush" (drop caches), "debug" (who
-    owns what, at most `limit` entries of each kind), "states" (what requests' states looked like) or "record" (whether
-    that is recorded: limit 1 or 0)."""
+    owns what, at most `limit` entries of each kind), "prefixes" (what is cached, at most `limit` entries), "states"
+    (what requests' states looked like) or "record" (whether that is recorded: limit 1 or 0)."""
 
     ticket: int
     what: str

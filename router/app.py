@@ -76,6 +76,11 @@ def create_app(config: RouterConfig, keys: KeyRing | None = None) -> FastAPI:
     return app
 
 
+def _tracing_of(scope: Scope) -> Tracing:
+    tracing: Tracing = scope["app"].state.router.tracing
+    return tracing
+
+
 def serve(config: RouterConfig, more_keys: Sequence[Key] = ()) -> None:
     """Serve until SIGINT or SIGTERM, then drain. more_keys: besides those of the config's file; SIGHUP reads it again.
 

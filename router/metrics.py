@@ -43,9 +43,8 @@ def families(dispatcher: Dispatcher) -> Iterator[Metric]:
 
 def _now(dispatcher: Dispatcher) -> Iterator[Metric]:
     running = dispatcher.recorder.running
-    num_waiting = sum(record.opened_s is None for record in running)
     yield _gauge("requests_in_flight", "Requests that have no answer yet, those that wait included", len(running))
-    yield _gauge("queue_length", "Requests that wait at the router", num_waiting)
+    yield _gauge("queue_length", "Requests that wait at the router", dispatcher.recorder.num_waiting)
     yield _gauge("draining", "Whether the router takes nothing new because it is about to end", dispatcher.is_draining)
 
 

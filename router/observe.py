@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -10,8 +14,27 @@ from starlette.responses import Response
 
 from common.errors import RequestError
 from router.metrics import CONTENT_TYPE, exposition
-from router.record import MAX_RECENT
+from router.record import MAX_RECENT, SHOWN
 from router.state import Router
+
+_NUM_SHOWN = 25
+_PAGE = Path(__file__).parent / "page"
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/page/waterfall.js": ("waterfall.js", "text/javascript; charset=utf-8"),
+    "/page/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 def _router(request: Request) -> Router:
@@ -31,6 +54,43 @@ async def debug_requests(request: Request) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
+async def status(request: Request) -> Response:
+    """All that the page shows, without any of what requests say."""
+    shown = request.query_params.get("requests", "all")
+    if shown not in SHOWN:
+        raise RequestError(f"requests: one of {', '.join(SHOWN)}", param="requests")
+    router = _router(request)
+    await router.node_states.refresh(router.workers.all)
+    body = msgspec.json.encode(_status(router, shown))
+    return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
+
+
+def _status(router: Router, shown: str) -> dict[str, Any]:
+    dispatcher, now = router.dispatcher, time.monotonic()
+    recorder, workers = dispatcher.recorder, router.workers
+    return {
+        "version": importlib.metadata.version("tandem-serve"),
+        "now": round(time.time(), 3),
+        "uptime_s": round(now - recorder.started_s, 1),
+        "draining": dispatcher.is_draining,
+        "serving": workers.has_pair() and not dispatcher.is_draining,
+        "why_not": "" if workers.has_pair() else workers.why_no_pair(),
+        "mismatches": workers.mismatches(),
+        "totals": recorder.totals.describe() | {"in_flight": len(recorder.running), "waiting": recorder.num_waiting},
+        "workers": [worker.details() | router.node_states.of(worker) for worker in workers.all],
+        "requests": recorder.listing(now, _NUM_SHOWN, shown),
+    }
+
+
+def _file(name: str, content_type: str) -> Callable[[Request], Awaitable[Response]]:
+    body = (_PAGE / name).read_bytes()
+
+    async def endpoint(_: Request) -> Response:
+        return Response(body, headers=_PAGE_HEADERS, media_type=content_type)
+
+    return endpoint
+
+
 def _read_limit(text: str | None) -> int:
     """Raises RequestError."""
     if text is None:
@@ -43,4 +103,6 @@ def _read_limit(text: str | None) -> int:
 ROUTES = (
     ("/metrics", ("GET",), metrics),
     ("/debug/requests", ("GET",), debug_requests),
+    ("/status.json", ("GET",), status),
+    *((path, ("GET",), _file(*found)) for path, found in _FILES.items()),
 )

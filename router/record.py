@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from router.workers import Pair
 
 MAX_RECENT = 200
+SHOWN = ("all", "running", "failed")
+"""Which records a list can be of."""
 ENDPOINTS = frozenset(["/generate", "/v1/completions", "/v1/chat/completions"])
 """Whose requests are counted."""
 _OK = "ok"
@@ -256,6 +258,22 @@ class Totals:
         self.prompt_length = Histogram(TOKENS)
         self.completion_length = Histogram(TOKENS)
 
+    def describe(self) -> dict[str, Any]:
+        """For the page. ended: by code."""
+        ended: Counter[str] = Counter()
+        for (_, code), count in self.requests.items():
+            ended[code] += count
+        return {
+            "ended": ended,
+            "rejected": self.rejected.total(),
+            "retries": self.retries,
+            "resumes": self.resumes,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "transfer_bytes": self.transfer_bytes,
+        }
+
     def add(self, record: RequestRecord, code: str) -> None:
         self.requests[record.endpoint, code] += 1
         self.retries += record.retries
@@ -335,10 +353,25 @@ class Recorder:
             self.totals.requests[endpoint, code] += 1
             self.totals.rejected[code] += 1
 
-    def listing(self, now: float, limit: int) -> list[dict[str, Any]]:
-        """At most `limit` records, the newest first; those that run are before those that have ended."""
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no legs yet."""
+        return sum(record.opened_s is None for record in self.running)
+
+    def listing(self, now: float, limit: int, shown: str = "all") -> list[dict[str, Any]]:
+        """At most `limit` records, the newest first; those that run are before those that have ended. shown: one of
+        `SHOWN`."""
         running = sorted(self.running, key=lambda record: record.arrived_s, reverse=True)
-        return [record.describe(now) for record in islice(chain(running, reversed(self.recent)), limit)]
+        match shown:
+            case "all":
+                found = chain(running, reversed(self.recent))
+            case "running":
+                found = chain(running)
+            case "failed":
+                found = chain(record for record in reversed(self.recent) if record.code != _OK)
+            case unknown:
+                raise AssertionError(f"unknown choice of requests: {unknown}")
+        return [record.describe(now) for record in islice(found, limit)]
 
     def _end(self, record: RequestRecord) -> None:
         record.last_byte_s = time.monotonic()

@@ -8,6 +8,7 @@ from common.config import Role, RouterConfig
 from common.errors import ConfigError
 from common.keys import KeyRing, admin_key
 from common.tls import TlsConfig, client_context, server_context
+from common.tracing import check_endpoint
 from router.state_file import StateFile
 from router.worker import make_worker
 
@@ -47,6 +48,7 @@ def check_router_config(config: RouterConfig) -> RouterConfig:
             f"--drain-timeout {config.drain_timeout_s}: a finite number of seconds, 0 or more", param="drain_timeout_s"
         )
     _check_health(config)
+    check_endpoint(config.otlp_endpoint)
     for name in ("port", "admin_port"):
         port = getattr(config, name)
         if port is not None and not 0 <= port <= 65535:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.types import Receive, Scope
 
 from common.config import RouterConfig
 from common.http_server import read_body
+from common.tracing import open_tracing
 from router.client import Network
 from router.dispatch import Dispatcher
 from router.http_client import HttpNetwork
 from router.membership import Membership
+from router.node_states import NodeStates
 from router.settings import worker_authorization, worker_tls
 from router.workers import Workers
 
@@ -22,6 +26,8 @@ class Router:
         self.network: Network = HttpNetwork(config, worker_tls(config), worker_authorization(config))
         self.workers = Workers(config, self.network)
         self.dispatcher = Dispatcher(config, self.workers, self.network)
+        self.node_states = NodeStates(self.network)
+        self.dispatcher.recorder.tracing = self.tracing = open_tracing(config.otlp_endpoint, "tandem-router")
         self.workers.on_silence = self.dispatcher.give_up
         self.membership = Membership(config, self.workers)
 
@@ -38,4 +44,7 @@ class Router:
         await self.membership.stop()
         await self.workers.stop()
         await self.dispatcher.stop()
+        await self.node_states.stop()
         await self.network.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)

@@ -726,6 +726,24 @@ class TestEviction:
         rig.check()
 
 
+def test_families_of_prefixes_are_told_by_their_sizes() -> None:
+    """The twelve tokens that two prompts share count once."""
+    rig = Rig()
+    rig.put([*seq(1, 12), *seq(2, 4)], state=True)
+    longest = rig.put([*seq(1, 12), *seq(3, 12)], state=True)
+    rig.put(seq(4, 8))
+    lock = rig.cache.lock(longest.node)
+    families, omitted = rig.cache.prefixes(10)
+    assert families == [
+        {"tokens": 28, "longest_tokens": 24, "branches": 2, "states": 2, "in_use": 2},
+        {"tokens": 8, "longest_tokens": 8, "branches": 1, "states": 0, "in_use": 0},
+    ]
+    assert omitted == 0 and rig.cache.prefixes(1) == (families[:1], 1)
+    rig.cache.unlock(lock)
+    rig.cache.flush()
+    assert rig.cache.prefixes(10) == ([], 0)
+
+
 def _wrong_owner(rig: Rig, node: Node) -> None:
     rig.pages.transfer(node.pages[:1], "request")
 
