@@ -123,6 +123,7 @@ def test_nodes_come_go_and_change_roles_under_load(tmp_path: Path) -> None:
         assert generate(url, body_of(PROMPTS[0])).json()["text"] == expected[PROMPTS[0]]
         assert len(workers(router)) == 2
         refuses_what_cannot_be(d1)
+        ends_although_it_was_about_to_change(d1)
 
 
 def _folder(parent: Path, name: str) -> Path:
@@ -196,3 +197,19 @@ def refuses_what_cannot_be(decode: Server) -> None:
     answer = httpx.post(f"{decode.url}/role", json={"role": "decode"}, timeout=10)
     assert (answer.status_code, answer.json()["changing"]) == (200, False)
     assert psutil.pid_exists(decode.process.pid)
+
+
+def ends_although_it_was_about_to_change(decode: Server) -> None:
+    """A signal while it drains for another role: it still drains, and then ends."""
+    body = {"text": PROMPTS[0], "stream": True, "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
+    with httpx.stream("POST", f"{decode.url}/generate", json=body, timeout=LIMIT_S) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        changing = httpx.post(f"{decode.url}/role", json={"role": "prefill"}, timeout=10)
+        assert changing.status_code == 202
+        again = httpx.post(f"{decode.url}/role", json={"role": "prefill"}, timeout=10)
+        assert (again.status_code, again.json()["error"]["code"]) == (503, "draining")
+        decode.process.send_signal(signal.SIGTERM)
+        assert list(lines)[-2] == "data: [DONE]"
+    assert decode.process.wait(LIMIT_S) == 0
+    assert "starting again" not in decode.text()

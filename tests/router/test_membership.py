@@ -294,7 +294,7 @@ async def test_workers_come_and_go_under_load(
         await router.until(lambda: len(router.state.workers.all) == 2)
     stop.set()
     await asyncio.gather(*clients)
-    assert set(statuses) == {200} and len(statuses) > 50
+    assert set(statuses) == {200} and len(statuses) > 20
 
 
 # Workers that register themselves
