@@ -100,6 +100,7 @@ class Guard:
             try:
                 scope[_TERMS] = self._terms(scope)
             except ServingError as error:
+                scope["app"].state.router.dispatcher.recorder.refused(scope["path"], error)
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

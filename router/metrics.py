@@ -9,10 +9,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from common.config import Role
 from common.histogram import Histogram
 from router.dispatch import Dispatcher
+from router.leg_outcome import LegEnd
 from router.record import Totals
-from router.workers import Worker
+from router.workers import Worker, Workers
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _PREFIX = "tandem_router_"
@@ -39,6 +41,8 @@ def families(dispatcher: Dispatcher) -> Iterator[Metric]:
     yield from _counters(totals)
     yield from _histograms(totals)
     yield from _workers(dispatcher.workers.all)
+    yield from _legs(dispatcher.workers)
+    yield from _decisions(dispatcher.workers)
 
 
 def _now(dispatcher: Dispatcher) -> Iterator[Metric]:
@@ -89,11 +93,38 @@ def _histograms(totals: Totals) -> Iterator[Metric]:
 def _workers(workers: Iterable[Worker]) -> Iterator[Metric]:
     up = GaugeMetricFamily(_PREFIX + "worker_up", "Whether a worker may get requests", labels=["role", "worker"])
     legs = GaugeMetricFamily(_PREFIX + "worker_legs", "Legs that run at a worker", labels=["role", "worker"])
+    load = GaugeMetricFamily(
+        _PREFIX + "worker_load_tokens", "Load of a rank as the policies see it", labels=["role", "worker", "rank"]
+    )
+    state = GaugeMetricFamily(_PREFIX + "worker_state", "1 for the state", labels=["role", "worker", "state"])
     for worker in workers:
         labels = [worker.role.value, worker.url]
-        up.add_metric(labels, int(worker.alive))
+        up.add_metric(labels, int(worker.takes_requests))
         legs.add_metric(labels, worker.num_legs)
-    yield from (up, legs)
+        state.add_metric([*labels, worker.state], 1)
+        for target in worker.targets:
+            load.add_metric([*labels, str(target.rank)], target.load.tokens)
+    yield from (up, state, legs, load)
+
+
+def _legs(workers: Workers) -> Iterator[Metric]:
+    family = CounterMetricFamily(_PREFIX + "legs", "Legs that have ended", labels=["role", "outcome"])
+    for role in (Role.PREFILL, Role.DECODE):
+        for end in LegEnd:
+            family.add_metric([role.value, end.value], workers.legs_ended[role, end])
+    yield family
+
+
+def _decisions(workers: Workers) -> Iterator[Metric]:
+    for name, text, field in (
+        ("policy_decisions", "Choices of a worker", "total"),
+        ("policy_prompt_tokens", "Prompt tokens that the prefix tree was asked for, estimated", "prompt_tokens"),
+        ("policy_hit_tokens", "Those of them that it had at the worker that was chosen", "hit_tokens"),
+    ):
+        family = CounterMetricFamily(_PREFIX + name, text, labels=["role"])
+        for role, decisions in workers.pairing.decisions.items():
+            family.add_metric([role.value], getattr(decisions, field))
+        yield family
 
 
 def _gauge(name: str, text: str, value: int) -> Metric:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,7 @@ class Workers:
             )
         )
         self.pairing = Pairing(config)
+        self.legs_ended: Counter[tuple[Role, LegEnd]] = Counter()
         self._mismatches: tuple[str, ...] = ()
         self._started = False
         for role, addresses in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
@@ -175,6 +177,7 @@ class Workers:
         """It has ended. Called once for every leg that has begun."""
         worker = leg.worker
         worker.num_legs -= 1
+        self.legs_ended[worker.role, outcome.end] += 1
         if leg.share is not None:
             leg.share.end()
         worker.used_s = time.monotonic()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.mocks import (
@@ -49,15 +51,23 @@ async def listing(router: RunningRouter, query: str = "") -> list[dict[str, Any]
 
 
 def answers(body: object) -> Any:
-    async def script(_: MockWorker, __: Any, ___: dict[str, Any]) -> Any:
-        from aiohttp import web
-
+    async def script(_: MockWorker, __: web.Request, ___: dict[str, Any]) -> web.Response:
         return web.json_response(body)
 
     return script
 
 
-async def test_a_json_answer_is_counted_with_what_it_says_of_itself(router: RunningRouter, decode: MockWorker) -> None:
+def waits_for(go_on: asyncio.Event) -> Any:
+    async def script(_: MockWorker, __: web.Request, ___: dict[str, Any]) -> web.Response:
+        await go_on.wait()
+        return web.json_response(answer_object())
+
+    return script
+
+
+async def test_a_json_answer_is_counted_with_what_it_says_of_itself(
+    router: RunningRouter, prefill: MockWorker, decode: MockWorker
+) -> None:
     decode.script = answers(answer_object(**META))
     assert (await router.generate(rid="mine")).status_code == 200
     found = await scrape(router)
@@ -77,6 +87,13 @@ async def test_a_json_answer_is_counted_with_what_it_says_of_itself(router: Runn
     assert found["tandem_router_request_seconds_count"] == 1
     assert found["tandem_router_time_to_first_token_seconds_count"] == 0, "only a stream has a first token"
     assert found["tandem_router_requests_in_flight"] == 0
+    for role, worker in (("prefill", prefill), ("decode", decode)):
+        assert found[f"tandem_router_legs_total outcome=ok role={role}"] == 1
+        assert found[f"tandem_router_policy_decisions_total role={role}"] == 1
+        labels = f"role={role} state=alive worker={worker.url}"
+        assert found[f"tandem_router_worker_state {labels}"] == 1
+        assert found[f"tandem_router_worker_legs role={role} worker={worker.url}"] == 0
+        assert found[f"tandem_router_worker_load_tokens rank=0 role={role} worker={worker.url}"] == 0
     (entry,) = await listing(router)
     assert (entry["id"], entry["code"], entry["status"], entry["running"]) == ("mine", "ok", 200, False)
     assert entry["timing"] == TIMING and entry["transfer_bytes"] == META["transfer_bytes"]
@@ -119,8 +136,6 @@ async def test_sequences_of_one_request_are_added_up(router: RunningRouter, deco
 async def test_an_answer_that_says_nothing_is_passed_on_all_the_same(
     router: RunningRouter, decode: MockWorker, body: bytes
 ) -> None:
-    from aiohttp import web
-
     async def script(_: MockWorker, __: web.Request, ___: dict[str, Any]) -> web.Response:
         return web.Response(body=body, content_type="application/json")
 
@@ -135,8 +150,6 @@ async def test_an_answer_that_says_nothing_is_passed_on_all_the_same(
 async def test_refusals_and_failures_are_counted_once_by_code(
     router: RunningRouter, prefill: MockWorker, decode: MockWorker
 ) -> None:
-    from aiohttp import web
-
     async def refuses(_: MockWorker, __: web.Request, ___: dict[str, Any]) -> web.Response:
         return web.json_response({"error": {"code": "too_many_tokens"}}, status=400)
 
@@ -175,18 +188,9 @@ async def test_a_failure_in_mid_stream_has_its_code_and_status_200(router: Runni
 
 
 async def test_what_runs_is_listed_first_and_counted_in_flight(router: RunningRouter, decode: MockWorker) -> None:
-    import asyncio
-
     go_on = asyncio.Event()
-
-    async def waits(_: MockWorker, __: Any, ___: dict[str, Any]) -> Any:
-        from aiohttp import web
-
-        await go_on.wait()
-        return web.json_response(answer_object())
-
     await router.generate(rid="first")
-    decode.script = waits
+    decode.script = waits_for(go_on)
     running = asyncio.create_task(router.generate(rid="second"))
     await router.until(lambda: len(decode.bodies) == 2)
     assert (await scrape(router))["tandem_router_requests_in_flight"] == 1
@@ -204,6 +208,33 @@ async def test_what_runs_is_listed_first_and_counted_in_flight(router: RunningRo
 async def test_a_limit_that_is_none_is_refused_by_name(router: RunningRouter, limit: str) -> None:
     answer = await router.client.get(f"/debug/requests?limit={limit}")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "limit"
+
+
+async def test_what_the_guard_and_the_waiting_line_refuse_is_counted_too(
+    prefill: MockWorker, decode: MockWorker, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("admin boss admin-key-0123456789abcdef\n")
+    keys.chmod(0o600)
+    config = config_of([prefill], [decode], api_key_file=str(keys), max_concurrent_requests=1, queue_size=0)
+    async with run_router(config) as router:
+        await router.until_alive()
+        assert (await router.generate()).status_code == 401
+        assert (await router.client.get("/metrics")).status_code == 401
+        router.client.headers["authorization"] = "Bearer admin-key-0123456789abcdef"
+        go_on = asyncio.Event()
+        decode.script = waits_for(go_on)
+        running = asyncio.create_task(router.generate())
+        await router.until(lambda: len(decode.bodies) == 1)
+        assert (await router.generate()).status_code == 429
+        go_on.set()
+        assert (await running).status_code == 200
+        found = await scrape(router)
+    requests = {name: value for name, value in found.items() if name.startswith("tandem_router_requests_total")}
+    assert requests == {
+        f"tandem_router_requests_total code={code} endpoint=/generate": 1 for code in ("no_api_key", "queue_full", "ok")
+    }, "and /metrics is none of them"
+    assert found["tandem_router_rejected_total code=queue_full"] == 1
 
 
 # The log
