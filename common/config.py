@@ -189,6 +189,14 @@ class PolicyName(enum.StrEnum):
         return {"cache_aware": cls.PREFIX_AWARE, "manual": cls.STICKY}.get(str(value))
 
 
+class SiblingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one of several processes that are one router. folder: of their sockets; number: 0 to count - 1."""
+
+    folder: str
+    number: int
+    count: int
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Times are seconds. connect_timeout_s: to open a connection; idle_timeout_s: between two bytes of an answer.
 
@@ -203,7 +211,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     forgotten, if it does not live either; idle_probe_interval_s: until an idle worker is asked for a token, 0: never.
     breaker_*: `router.breaker.BreakerLimits`; outlier_*: `router.outliers.OutlierLimits`.
 
-    request_log: text, json or off: a line for each request. otlp_endpoint: where traces go, None: nowhere.
+    siblings: None for a router of one process. request_log: text, json or off: a line for each request. otlp_endpoint:
+    where traces go, None: nowhere.
 
     Protection (docs/operations.md#protection): max_concurrent_requests, queue_size, queue_timeout_s: places, who may
     wait for one, and for how long; request_timeout_s: for a whole request; requests_per_minute: of one user key. None:
@@ -233,6 +242,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     liveness_timeout_s: float = 5.0
     upload_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0
+    siblings: SiblingConfig | None = None
     request_log: str = "text"
     otlp_endpoint: str | None = None
     max_retries: int = 2

@@ -18,7 +18,7 @@ import uvloop
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.config import RouterConfig
 from common.errors import ConfigError, ServingError
@@ -37,6 +37,7 @@ from router.state import Router
 log = logging.getLogger("tandem.router")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PARSERS = {GENERATE: parse_generate, CHAT: parse_chat, TEXT: parse_completion}
 _PROBE = b'{"text": "Hello", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}'
 
 
@@ -58,9 +59,8 @@ def create_app(config: RouterConfig, keys: KeyRing | None = None) -> FastAPI:
         finally:
             await router.stop()
 
-    app = FastAPI(title="Tandem router", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    # First, and without the framework's request parsing: this one is on the path of every token.
-    for path, parse in ((GENERATE, parse_generate), (CHAT, parse_chat), (TEXT, parse_completion)):
+    app = _App(title="Tandem router", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    for path, parse in PARSERS.items():
         app.router.routes.insert(0, Route(path, Generate(parse), methods=["POST"]))
     app.router.routes.append(Route("/health_generate", HealthGenerate(), methods=["GET"]))
     for path, methods, endpoint in (*control.ROUTES, *observe.ROUTES, *openai.ROUTES, *worker_routes.ROUTES):
@@ -70,10 +70,46 @@ def create_app(config: RouterConfig, keys: KeyRing | None = None) -> FastAPI:
     app.add_middleware(Guard, keys=keys, door=door, timeout_s=config.request_timeout_s)
     if config.otlp_endpoint is not None:
         app.add_middleware(TraceContext, find=_tracing_of)
+    else:
+        for path, parse in PARSERS.items():
+            app.direct[path] = Guard(
+                _Answering(Generate(parse)), keys=keys, door=door, timeout_s=config.request_timeout_s
+            )
     app.add_exception_handler(ServingError, _serving_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _our_error)
     return app
+
+
+class _App(FastAPI):
+    """direct: what a POST to a path goes to past the framework, whose layers cost more than passing a chunk on."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.direct: dict[str, ASGIApp] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        direct = self.direct.get(scope.get("path", "")) if scope.get("method") == "POST" else None
+        if direct is None:
+            return await super().__call__(scope, receive, send)
+        scope["app"] = self
+        return await direct(scope, receive, send)
+
+
+class _Answering:
+    """ASGI. Answers with the error that an endpoint raises before it has sent anything, as the framework does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except ServingError as error:
+            await _refusal(scope, error)(scope, receive, send)
+        except Exception as error:
+            log.exception("a fault of the router")
+            await _our_fault(error)(scope, receive, send)
 
 
 def _tracing_of(scope: Scope) -> Tracing:
@@ -86,13 +122,25 @@ def serve(config: RouterConfig, more_keys: Sequence[Key] = ()) -> None:
 
     Raises ConfigError when a port, a host, a key or a certificate cannot be had.
     """
+    serve_on(config, listen(config, more_keys), more_keys)
+
+
+def listen(config: RouterConfig, more_keys: Sequence[Key] = ()) -> list[socket.socket]:
+    """The sockets of `open_listeners`. Raises ConfigError, also for what would be refused only later."""
     keys = KeyRing(config.api_key_file, more_keys)
     create_app(config, keys)  # refuses what cannot work before a port is taken
-    tls = listener_tls(config)
+    is_tls = listener_tls(config) is not None
     listeners = open_listeners(config)
+    _tell_where(listeners, is_tls=is_tls, is_open=keys.is_open and not is_loopback(config.host))
+    return listeners
+
+
+def serve_on(config: RouterConfig, listeners: list[socket.socket], more_keys: Sequence[Key] = ()) -> None:
+    """`serve` at sockets that listen already."""
+    keys = KeyRing(config.api_key_file, more_keys)
+    tls = listener_tls(config)
     if config.admin_port is not None:
         config = msgspec.structs.replace(config, admin_port=listeners[1].getsockname()[1])
-    _tell_where(listeners, is_tls=tls is not None, is_open=keys.is_open and not is_loopback(config.host))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(create_app(config, keys), listeners, keys, tls, config.drain_timeout_s))
 
@@ -227,8 +275,12 @@ class HealthGenerate:
 
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    router: Router = request.app.state.router
-    router.dispatcher.recorder.refused(request.url.path, error)
+    return _refusal(request.scope, error)
+
+
+def _refusal(scope: Scope, error: ServingError) -> Response:
+    router: Router = scope["app"].state.router
+    router.dispatcher.recorder.refused(scope["path"], error)
     return error_response(error)
 
 
@@ -238,4 +290,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _our_error(_: Request, error: Exception) -> Response:
+    return _our_fault(error)
+
+
+def _our_fault(error: Exception) -> Response:
     return error_response(ServingError(f"a fault of the router: {type(error).__name__}"))
