@@ -77,6 +77,9 @@ class LoopbackTransport:
         self._own: list[_Range] = []
         self._peers: dict[str, tuple[_Range, ...]] = {}
 
+    def bursts(self, session: str) -> bool:
+        return False
+
     @property
     def session(self) -> str:
         with self._lock:

@@ -62,6 +62,9 @@ class MooncakeTransport:
         self._registered: dict[int, int] = {}
         self._pace = Pace()
 
+    def bursts(self, session: str) -> bool:
+        return False
+
     @property
     def session(self) -> str:
         return f"{self._config.host}:{self._engine.get_rpc_port()}"

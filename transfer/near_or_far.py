@@ -27,6 +27,9 @@ class NearOrFarTransport:
         self._lock = threading.Lock()
         self._is_near: dict[str, bool] = {}
 
+    def bursts(self, session: str) -> bool:
+        return self._goes_near(session.partition(" ")[0])
+
     @property
     def session(self) -> str:
         return f"{self._near.session} {self._far.session}"

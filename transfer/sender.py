@@ -58,22 +58,34 @@ log = logging.getLogger(__name__)
 
 MAX_WRITE_BYTES = 32 << 20
 WRITES_IN_FLIGHT = 2  # of a room
+BURST_FROM = 7 / 8  # of the layers
 ROOM_LIMIT = 2**63
 GREETINGS, GREETING_BYTES = 3, 4096
 
 
 class Outgoing:
     """A piece of a prompt whose layers are being completed. Belongs to one use of a room: when that is over, what is
-    still said here goes nowhere. Any thread may call."""
+    still said here goes nowhere. Any thread may call, one at a time.
 
-    def __init__(self, piece: Piece, layout: StateLayout, submit: Callable[[Job], None]) -> None:
+    in_burst: the first layers wait for one of the last.
+    """
+
+    def __init__(self, piece: Piece, layout: StateLayout, submit: Callable[[Job], None], *, in_burst: bool) -> None:
         self._piece, self._submit = piece, submit
         self._layers, self._all = {pool.layer for pool in layout.pools}, all_layers(layout)
+        self._waits_for = int(BURST_FROM * self._all[-1]) if in_burst else 0
+        self._held: list[int] = []
 
     def layer_done(self, layer: int) -> None:
         """The piece is complete in this layer. Layers without state are no news."""
-        if layer in self._layers:
-            self._submit(Ready(self._piece, range(layer, layer + 1)))
+        if layer not in self._layers:
+            return
+        self._held.append(layer)
+        if layer >= self._waits_for:
+            self._waits_for = 0
+            for done in self._held:
+                self._submit(Ready(self._piece, range(done, done + 1)))
+            self._held = []
 
     def all_done(self) -> None:
         self._submit(Ready(self._piece, self._all))
@@ -154,7 +166,9 @@ class PrefillTransfer:
         """
         with self._lock:
             entry = self._rooms.get(room)
-        return Outgoing(piece, self._layout, lambda job: self._submit(entry, job))
+        peer = entry.peer if entry is not None else None
+        in_burst = peer is not None and self._transport.bursts(peer.link.peer.session)
+        return Outgoing(piece, self._layout, lambda job: self._submit(entry, job), in_burst=in_burst)
 
     def send_pages(self, room: int, first_page_index: int, src_pages: Sequence[int]) -> None:
         """KV of prompt pages first_page_index … is complete in `src_pages`. Calls are in the order of the prompt."""

@@ -43,6 +43,10 @@ class Transport(ProtocolType):
         """How many rooms are to be written to one peer at a time: several where one leaves the way idle."""
         ...
 
+    def bursts(self, session: str) -> bool:
+        """Whether a request's state crosses to this peer in the time of a few layers, and is to leave in one burst."""
+        ...
+
     @property
     def session(self) -> str:
         """What a peer passes to `write` to reach this process; read it after all memory is registered."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from transfer_rig import Decode, Prefill, metadata
+from transfer_rig import Decode, Prefill, make_layout, metadata
 
 from common.config import LoopbackFaults, TransferConfig, Verify
 from common.errors import AbortedError
@@ -208,3 +208,40 @@ def test_layers_without_state_are_no_news(config: Config, prefill: Make, decode:
     for layer in (5, 6, 100):
         p.transfer.announce(1, LAST).layer_done(layer)
     assert not p.quiet(0.05) and p.transport.written == []
+
+
+class Near(Spy):
+    def bursts(self, session: str) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("in_burst", "order", "told"),
+    [
+        (False, (0, 1, 2, 3, 4), (1, 2, 3, 4, 5)),
+        (True, (0, 1, 2, 3, 4), (0, 0, 0, 4, 5)),
+        (True, (4, 0, 2, 1, 3), (1, 2, 3, 4, 5)),
+    ],
+)
+def test_in_a_burst_the_first_layers_wait_for_one_of_the_last(
+    monkeypatch: pytest.MonkeyPatch, in_burst: bool, order: Sequence[int], told: Sequence[int]
+) -> None:
+    monkeypatch.setattr("transfer.sender.BURST_FROM", 3 / 4)
+    jobs: list[Any] = []
+    outgoing = Outgoing(FIRST, make_layout(), jobs.append, in_burst=in_burst)
+    counts = []
+    for layer in order:
+        outgoing.layer_done(layer)
+        counts.append(len(jobs))
+    assert tuple(counts) == tuple(told)
+    assert [job.layers.start for job in jobs] == list(order) and all(len(job.layers) == 1 for job in jobs)
+
+
+def test_what_goes_in_a_burst_is_complete(config: Config, prefill: Make, decode: Make) -> None:
+    p, d = prefill(config(), transport=Near()), decode(config())
+    open_room(p, d)
+    for piece in (FIRST, LAST):
+        say(p.transfer.announce(1, piece), range(5))
+    p.transfer.commit(1, metadata(1))
+    d.wait_for(Committed, 1)
+    assert layers_of(d, p) == {0, 1, 2, 3, 4}
