@@ -55,6 +55,7 @@ def test_json_answer(unified: FakeNode) -> None:
 def test_stream_is_cumulative_and_ends_like_the_json_answer(unified: FakeNode) -> None:
     body = {"text": TEXT, "sampling_params": {"max_new_tokens": prompt_length(unified), "stop": ["apples"]}}
     whole = unified.post(body).json()
+    body["sampling_params"] |= {"frequency_penalty": 1}  # so slow that each token has an event
     *updates, done = unified.events(body)
     assert done == "[DONE]" and len(updates) > 3
     shown = [u["text"] for u in updates]  # type: ignore[index]
@@ -193,6 +194,7 @@ def test_a_failure_inside_a_stream_is_its_last_event_but_one(unified: FakeNode) 
         "error": {
             "message": "made to fail",
             "type": "worker_error",
+            "param": None,
             "code": "worker_unavailable",
             "retryable": True,
         }
