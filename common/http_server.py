@@ -19,12 +19,15 @@ from common.errors import AbortedError, ErrorRecord, RequestError, ServingError
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 128
+HEAD_TIMEOUT_S = 60.0
+"""For a request's line and headers, from its first byte on, and for the first byte of a new connection."""
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol; a request line and headers that are too much get 431 as soon as that shows.
+    """uvicorn's protocol; a request line and headers that are too much get 431 as soon as that shows, and a connection
+    whose request does not come is closed.
 
     Like uvicorn's, it takes the end of the client's sending for the end of the client: a connection of which one half
     was closed looks the same as one that was closed, and whoever waits for nothing must not keep a rank at work.
@@ -33,11 +36,37 @@ class LimitedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _in_head = True
     _is_too_much = False
+    _late: asyncio.TimerHandle | None = None  # while a head is awaited
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._await_no_head()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._on_late_head)
+
+    def _on_late_head(self) -> None:
+        """Whoever has begun the next request too early may read the answer to the one before."""
+        if self.has_open_answer:
+            self._await_head()
+        else:
+            self.transport.close()
+
+    def _await_no_head(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
     def data_received(self, data: bytes) -> None:
         was_in_head = self._in_head
         self._unset_keepalive_if_required()
         self._parse(data)
+        if self._in_head and self._late is None:
+            self._await_head()
         if was_in_head and self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
@@ -83,6 +112,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._await_no_head()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refuse_head()
         if self.parser.get_method() == b"CONNECT":

@@ -202,6 +202,7 @@ class Exchange:
         self.request_ids = request.names
         self.affinity = Affinity(request.fields, num_sequences=request.num_sequences)
         self.turn = Turn(terms.caller, reply.gone)
+        self._halted: asyncio.Future[None] | None = None  # between two tries
         self.rooms: list[int] = []
 
     async def run(self, pair: Pair) -> None:
@@ -252,9 +253,9 @@ class Exchange:
         self._check_may_move(failure)
         request = self._resumed(failure) if resumes else self._request
         self._possible(failure, resumes=resumes)  # without another pair the wait for the legs' end is in vain
-        if not await _unless_gone(gone, attempt.ended()):
+        if not await self._unless_over(gone, attempt.ended()):
             raise failure
-        await _unless_gone(gone, asyncio.sleep(_BACKOFF_S * len(self._failed)))
+        await self._unless_over(gone, asyncio.sleep(_BACKOFF_S * len(self._failed)))
         self._check_may_move(failure)
         pair = self._dispatcher.workers.pairing.pick(self._possible(failure, resumes=resumes), self.affinity)
         self._request = request
@@ -267,6 +268,19 @@ class Exchange:
         where = f"{pair.prefill.url} and {pair.decode.url}"
         log.warning("request %s %s at %s after %s", request.rids[0], what, where, failure.code)
         return pair
+
+    async def _unless_over(self, gone: asyncio.Future[None], work: Coroutine[Any, Any, T]) -> T:
+        """The result. Raises AbortedError when the client is gone first, LegFailed when the request has to end now."""
+        task: asyncio.Task[T] = asyncio.create_task(work)
+        self._halted = asyncio.get_running_loop().create_future()
+        first: set[asyncio.Future[Any]] = {gone, self._halted, task}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        if self._halted.done() and self._stopped is not None:
+            raise self._stopped
+        raise AbortedError("the client is gone")
 
     def _check_may_move(self, failure: LegFailed) -> None:
         if self._stopped is not None:
@@ -303,6 +317,8 @@ class Exchange:
         """Not to be tried again; at_once: and to fail with this error now. What still waits for a place fails."""
         self._stopped = LegFailed.of(error)
         self.turn.refuse(error)
+        if at_once and self._halted is not None and not self._halted.done():
+            self._halted.set_result(None)
         if at_once and self._attempts:
             self._attempts[-1].fail(self._stopped)
             self._attempts[-1].end_legs()
@@ -330,17 +346,6 @@ class Exchange:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_TELL_S if self._stopped is not None else None):
                 await self._reply.write(b"data: " + _error_object(failure) + b"\n\n" + DONE_EVENT, more=False)
-
-
-async def _unless_gone(gone: asyncio.Future[None], work: Coroutine[Any, Any, T]) -> T:
-    """The result. Raises AbortedError when the client is gone first."""
-    task: asyncio.Task[T] = asyncio.create_task(work)
-    either: set[asyncio.Future[Any]] = {gone, task}
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    if not task.done():
-        task.cancel()
-        raise AbortedError("the client is gone")
-    return task.result()
 
 
 def _error_object(failure: LegFailed) -> bytes:

@@ -17,7 +17,17 @@ from common.errors import ConfigError
 from common.keys import KeyRing, KeyRole, admin_key, make_key
 from router.app import create_app
 from router.guard import Access, access_of
-from tests.router.mocks import MockWorker, RunningRouter, answer_at_once, config_of, event, fails, never, run_router
+from tests.router.mocks import (
+    MockWorker,
+    RunningRouter,
+    answer_at_once,
+    config_of,
+    event,
+    fails,
+    never,
+    run_router,
+    streams,
+)
 
 ANN, BOB, ROOT = "ann-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
 KEYS = f"# who may ask\nuser ann {ANN}\nuser bob {BOB}\n\nadmin root {ROOT}\n"
@@ -54,27 +64,27 @@ def test_what_is_not_listed_is_for_administrators() -> None:
     assert {access_of(path) for path in ("/generate/", "//generate", "/Generate", "/v1")} == {Access.CONTROL}
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"authorization": ROOT},
-        {"authorization": f"Basic {ROOT}"},
-        {"authorization": "Bearer"},
-        {"x-api-key": ROOT},
-        bearer(ROOT[:-1]),
-        bearer(ROOT + "x"),
-        bearer(ROOT.upper()),
-    ],
-)
-async def test_without_a_right_key_there_is_nothing_but_health(keyed: RunningRouter, headers: dict[str, str]) -> None:
-    for path in ("/generate", "/v1/models", "/server_info", "/flush_cache", "/workers", "/metrics", "/nothing"):
-        answer = await keyed.client.request("GET", path, headers=headers)
-        error = answer.json()["error"]
-        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
-        assert error["type"] == "access_error" and error["code"] in ("no_api_key", "invalid_api_key")
-        assert ROOT[:8] not in answer.text.lower()
-    assert (await keyed.client.get("/health", headers=headers)).status_code == 200
+NO_KEYS = [
+    {},
+    {"authorization": ROOT},
+    {"authorization": f"Basic {ROOT}"},
+    {"authorization": "Bearer"},
+    {"x-api-key": ROOT},
+    bearer(ROOT[:-1]),
+    bearer(ROOT + "x"),
+    bearer(ROOT.upper()),
+]
+
+
+async def test_without_a_right_key_there_is_nothing_but_health(keyed: RunningRouter) -> None:
+    for headers in NO_KEYS:
+        for path in ("/generate", "/v1/models", "/server_info", "/flush_cache", "/workers", "/metrics", "/nothing"):
+            answer = await keyed.client.request("GET", path, headers=headers)
+            error = answer.json()["error"]
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
+            assert error["type"] == "access_error" and error["code"] in ("no_api_key", "invalid_api_key")
+            assert ROOT[:8] not in answer.text.lower()
+        assert (await keyed.client.get("/health", headers=headers)).status_code == 200
 
 
 async def test_two_keys_in_one_request_are_no_key(keyed: RunningRouter) -> None:
@@ -235,10 +245,13 @@ async def test_a_stream_that_is_late_ends_with_an_error_event(router: RunningRou
     await router.until(lambda: len(decode.aborts) == 1)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1e3", "nan", "inf", "soon", "", "1" * 40])
-async def test_a_time_that_is_none_is_refused(router: RunningRouter, value: str) -> None:
-    answer = await ask(router, None, "/generate", **{"x-request-timeout-s": value})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-timeout-s")
+NO_TIMES = ["0", "-1", "1e3", "nan", "inf", "soon", "", "1" * 40]
+
+
+async def test_a_time_that_is_none_is_refused(router: RunningRouter) -> None:
+    for value in NO_TIMES:
+        answer = await ask(router, None, "/generate", **{"x-request-timeout-s": value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-timeout-s")
 
 
 async def test_a_client_may_ask_for_less_time_not_for_more(prefill: MockWorker, decode: MockWorker) -> None:
@@ -260,39 +273,41 @@ async def test_a_worker_that_has_no_room_is_quoted(router: RunningRouter, decode
 # Bodies
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "x-gzip, identity", "zstd"])
-async def test_a_compressed_body_is_refused(router: RunningRouter, encoding: str) -> None:
-    for path in ("/generate", "/abort_request"):
-        answer = await router.client.post(path, content=b"\x1f\x8b", headers={"content-encoding": encoding})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
-    answer = await router.client.post("/generate", json={"text": "x"}, headers={"content-encoding": "identity"})
-    assert answer.status_code == 200
+ENCODINGS = ["gzip", "br", "deflate", "x-gzip, identity", "zstd"]
+
+
+async def test_a_compressed_body_is_refused(router: RunningRouter) -> None:
+    for encoding in ENCODINGS:
+        for path in ("/generate", "/abort_request"):
+            answer = await router.client.post(path, content=b"\x1f\x8b", headers={"content-encoding": encoding})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_encoding")
+        answer = await router.client.post("/generate", json={"text": "x"}, headers={"content-encoding": "identity"})
+        assert answer.status_code == 200
 
 
 async def raw(router: RunningRouter, request: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(router.client.base_url.host, router.client.base_url.port)
     writer.write(request)
-    writer.write_eof()
     async with asyncio.timeout(5):
         answer = await reader.read()
     writer.close()
     return answer
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        b"content-length: 4\r\ntransfer-encoding: chunked\r\n",
-        b"transfer-encoding: chunked\r\ncontent-length: 4\r\n",
-        b"content-length: 4\r\ncontent-length: 5\r\n",
-        b"content-length: -4\r\n",
-        b"content-length: 4x\r\n",
-        b"content-length: 99999999999999999999999\r\n",
-    ],
-)
-async def test_lengths_that_contradict_are_no_request(router: RunningRouter, decode: MockWorker, head: bytes) -> None:
-    answer = await raw(router, b"POST /generate HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n{}\r\n\r\n")
-    assert answer.startswith(b"HTTP/1.1 400 ") and decode.bodies == []
+CONTRADICTIONS = [
+    b"content-length: 4\r\ntransfer-encoding: chunked\r\n",
+    b"transfer-encoding: chunked\r\ncontent-length: 4\r\n",
+    b"content-length: 4\r\ncontent-length: 5\r\n",
+    b"content-length: -4\r\n",
+    b"content-length: 4x\r\n",
+    b"content-length: 99999999999999999999999\r\n",
+]
+
+
+async def test_lengths_that_contradict_are_no_request(router: RunningRouter, decode: MockWorker) -> None:
+    for head in CONTRADICTIONS:
+        answer = await raw(router, b"POST /generate HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n{}\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 ") and decode.bodies == []
 
 
 async def test_chunks_are_counted(router: RunningRouter, decode: MockWorker) -> None:
@@ -400,3 +415,118 @@ def test_settings_that_cannot_be(settings: dict[str, Any], param: str) -> None:
     with pytest.raises(ConfigError) as error:
         create_app(RouterConfig(**workers, **settings))
     assert error.value.param == param
+
+
+# What never comes, and who never reads
+
+
+async def test_a_request_that_does_not_come_is_not_waited_for(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.http_server.HEAD_TIMEOUT_S", 0.2)
+    whole = b"GET /model_info HTTP/1.1\r\nhost: x\r\n\r\n"
+    for begin in (b"", b"GET /health", whole + b"GET /health HTTP/1.1\r\nhost"):
+        reader, writer = await asyncio.open_connection(router.client.base_url.host, router.client.base_url.port)
+        writer.write(begin)
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        assert answer.count(b"HTTP/1.1 200") == begin.count(whole)
+        writer.close()
+    reader, writer = await asyncio.open_connection(router.client.base_url.host, router.client.base_url.port)
+    for _ in range(3):  # a client that has asked may be idle for longer
+        writer.write(whole)
+        async with asyncio.timeout(5):
+            assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+        await asyncio.sleep(0.3)
+    writer.close()
+
+
+async def test_a_next_request_that_does_not_come_does_not_end_the_answer_before_it(
+    router: RunningRouter, decode: MockWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.http_server.HEAD_TIMEOUT_S", 0.1)
+
+    async def slow(worker: MockWorker, request: Any, body: dict[str, Any]) -> Any:
+        await asyncio.sleep(0.5)
+        return await answer_at_once(worker, request, body)
+
+    decode.script = slow
+    reader, writer = await asyncio.open_connection(router.client.base_url.host, router.client.base_url.port)
+    body = b'{"text": "x"}'
+    writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%sGET /he" % (len(body), body))
+    async with asyncio.timeout(5):
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 200") and b"from decode" in answer
+    writer.close()
+
+
+async def test_a_client_that_does_not_read_holds_no_place_beyond_its_deadline(
+    prefill: MockWorker, decode: MockWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.dispatch._TELL_S", 0.2)
+    decode.script = streams(*[event({"text": "x" * 200_000})] * 200, gap_s=0)
+    config = config_of([prefill], [decode], max_concurrent_requests=1, request_timeout_s=0.5)
+    async with run_router(config) as router:
+        await router.until_alive()
+        _, writer = await asyncio.open_connection(router.client.base_url.host, router.client.base_url.port, limit=1)
+        body = b'{"text": "x", "stream": true}'
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        admission = router.state.dispatcher.admission
+        await router.until(lambda: admission.num_running == 1)
+        await router.until(lambda: admission.num_running == 0, limit_s=10)
+        decode.script = answer_at_once
+        assert (await router.generate()).status_code == 200
+        writer.transport.abort()
+    assert "Traceback" not in caplog.text
+
+
+async def test_the_deadline_holds_between_two_tries(prefill: MockWorker, decode: MockWorker) -> None:
+    """Whose wait for the end of the first one, at a worker that does not confirm the abort, is the longest there is."""
+    spare = MockWorker("decode")
+    await spare.start()
+    try:
+        prefill.script, prefill.abort_delay_s = never, 1.5
+        decode.script = spare.script = fails(503, b'{"error": {"message": "m", "code": "draining", "retryable": true}}')
+        async with run_router(config_of([prefill], [decode, spare])) as router:
+            await router.until_alive()
+            begin = time.monotonic()
+            answer = await ask(router, None, "/generate", **{"x-request-timeout-s": "0.3"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+            assert time.monotonic() - begin < 1.2
+    finally:
+        await spare.stop()
+
+
+WRONG_PATHS = [
+    "/v1/models/../abort_request",
+    "/v1/models/%2e%2e/flush_cache",
+    "/v1/models/a/./b",
+    "/v1/models/a%0d%0ax:%201",
+    "/v1/models/..%2f..",
+]
+
+
+async def test_no_path_leads_the_routers_key_elsewhere(router: RunningRouter) -> None:
+    """What is passed on goes with the router's own key."""
+    for path in WRONG_PATHS:
+        answer = await raw(router, b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % path.encode())
+        assert answer.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 403 "))
+
+
+NAMES = ["%E2%82%AC", "a%20b", "a%3Fb%23c", "%00", "a%25b"]
+
+
+async def test_a_name_is_passed_on_as_one(router: RunningRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    real = router.state.network.send
+
+    async def send(method: str, url: str, *arguments: Any, **named: Any) -> Any:
+        if "/v1/" in url:
+            sent.append(url)
+        return await real(method, url, *arguments, **named)
+
+    monkeypatch.setattr(router.state.network, "send", send)
+    head = b"GET /v1/models/%s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    for name in NAMES:
+        assert (await raw(router, head % name.encode())).startswith(b"HTTP/1.1 40")
+    assert [url.rpartition("/")[2].lower() for url in sent] == [name.lower() for name in NAMES]
