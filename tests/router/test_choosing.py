@@ -273,4 +273,4 @@ def test_rooms_of_a_rank() -> None:
     assert all(0 <= room < 2**63 for room in rooms)
     for number in range(40):
         (room,) = InFlight(lambda number=number: number).more_rooms(1, (3, 4))  # type: ignore[misc]
-        assert room % 4 == 3 and abs(room - number) < 4
+        assert room % 4 == 3 and room >= 0 and abs(room - number) < 4

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from common.config import PolicyName, Role, WorkerAddress
+from common.config import PolicyName, Role, RouterConfig, WorkerAddress
 from router.affinity import EDGES, MAX_BYTES, Affinity, make_path
 from router.loads import SEQUENCE_TOKENS, Load, RankLoad, Share, ask_all, report_all
+from router.pairing import Pair, Pairing, Possible
 from router.policies import (
     Decisions,
     LeastLoad,
@@ -25,7 +26,7 @@ from router.policies import (
 )
 from router.prefix_tree import ENTRY_BYTES, PrefixTree
 from router.targets import MAX_RANKS, Target, make_targets
-from router.workers import make_worker
+from router.worker import Worker, make_worker
 
 
 def targets_of(count: int, num_ranks: int = 1) -> list[Target]:
@@ -443,3 +444,75 @@ def test_names_of_policies() -> None:
     assert PolicyName("manual") is PolicyName.STICKY
     with pytest.raises(ValueError, match="bucket"):
         PolicyName("bucket")
+
+
+# Who may serve
+
+
+def fleet_of(count: int) -> tuple[list[Worker], list[Worker]]:
+    roles = [
+        [make_worker(role, WorkerAddress(url=f"http://{role.value}-{i}:1", bootstrap_port=1)) for i in range(count)]
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+    for worker in (*roles[0], *roles[1]):
+        worker.alive = worker.resumes = True
+    return roles[0], roles[1]
+
+
+def pair_of(prefill: Worker, decode: Worker) -> Pair:
+    return Pair(prefill, decode, prefill.targets[0], decode.targets[0])
+
+
+def test_only_pairs_that_fit_and_live_are_possible() -> None:
+    prefill, decode = fleet_of(3)
+    prefill[0].fingerprint = decode[0].fingerprint = "old"
+    prefill[1].fingerprint = "of nobody else"
+    decode[2].alive = False
+    possible = Possible(prefill, decode)
+    assert possible.prefill() == [prefill[0], prefill[2]]
+    assert (possible.partners(prefill[0]), possible.partners(prefill[2])) == ([decode[0]], [decode[1]])
+    pairing = Pairing(RouterConfig(policy=PolicyName.RANDOM))
+    met = {pairing.pick(possible, request())[:2] for _ in range(60)}
+    assert met == {(prefill[0], decode[0]), (prefill[2], decode[1])}
+    decode[0].alive = prefill[2].alive = False
+    assert not Possible(prefill, decode)
+
+
+def test_who_goes_on_with_answers_of_others() -> None:
+    prefill, decode = fleet_of(2)
+    prefill[0].resumes = decode[1].resumes = False
+    possible = Possible(prefill, decode, resumes=True)
+    assert (possible.prefill(), possible.partners(prefill[1])) == ([prefill[1]], [decode[0]])
+    assert len(Possible(prefill, decode).prefill()) == 2
+    decode[0].resumes = False
+    assert not Possible(prefill, decode, resumes=True)
+
+
+def test_pairs_that_failed_are_not_tried_again_and_new_workers_come_first() -> None:
+    prefill, decode = fleet_of(2)
+    failed = [pair_of(prefill[0], decode[0])]
+    possible = Possible(prefill, decode, failed)
+    assert (possible.prefill(), possible.partners(prefill[1])) == ([prefill[1]], [decode[1]])
+    failed.append(pair_of(prefill[1], decode[1]))
+    possible = Possible(prefill, decode, failed)
+    assert (possible.partners(prefill[0]), possible.partners(prefill[1])) == ([decode[1]], [decode[0]])
+    failed += [pair_of(prefill[0], decode[1]), pair_of(prefill[1], decode[0])]
+    assert not Possible(prefill, decode, failed)
+
+
+def test_a_decode_rank_that_a_client_names_is_taken_where_there_is_one() -> None:
+    prefill, decode = fleet_of(2)
+    decode[1].num_ranks = 2
+    decode[1].renew_targets()
+    pairing, possible = Pairing(RouterConfig()), Possible(prefill, decode)
+    for _ in range(20):
+        assert pairing.pick(possible, request(routed_dp_rank=1)).decode_target is decode[1].targets[1]
+        assert pairing.pick(possible, request(data_parallel_rank=0)).decode_target.rank == 0
+        assert pairing.pick(possible, request(routed_dp_rank=9)).decode in decode
+
+
+def test_the_roles_do_not_go_in_step() -> None:
+    prefill, decode = fleet_of(2)
+    pairing, possible = Pairing(RouterConfig(policy=PolicyName.PREFIX_AWARE)), Possible(prefill, decode)
+    met = Counter(pairing.pick(possible, request())[:2] for _ in range(400))
+    assert len(met) == 4 and min(met.values()) > 40
