@@ -14,7 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from common.errors import RequestError
 
 MAX_COMPILED = 64
-STEP_CPU_S = 0.25  # of this thread, for the tokens that may come next: more is a grammar that slows everybody down
+TOKEN_CPU_S = 0.25  # of its thread, to take a token in or to say what may follow: more slows everybody down
 
 
 def parser_limits() -> LLParserLimits:
@@ -70,6 +70,11 @@ class Grammar:
         self._matcher: LLMatcher | None = None
         self._num_taken = 0
         self._lock = threading.Lock()
+        self._error: GrammarError | None = None
+
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        """Whether it is compiled, or has failed to be, within this time."""
+        return bool(wait([self._compiled], timeout_s).done) if timeout_s else self._compiled.done()
 
     def allowed(self, output_ids: Sequence[int]) -> bytes:
         """Which tokens may follow these: bit i % 8 of byte i // 8 is token i. Raises GrammarError."""
@@ -77,32 +82,41 @@ class Grammar:
             matcher = self._at(output_ids)
             begin_s = time.thread_time()
             mask = matcher.compute_bitmask()
-            seconds = time.thread_time() - begin_s
-            if matcher.is_error():
-                raise GrammarError(f"the answer cannot follow its grammar: {_first_line(matcher.get_error())}")
-            if seconds > STEP_CPU_S:
-                raise GrammarError(f"the grammar is too complex: {seconds:.2f} s for one token, at most {STEP_CPU_S:g}")
+            self._check(matcher, begin_s, "the answer cannot follow its grammar")
             return mask
 
     def is_over(self, output_ids: Sequence[int]) -> bool:
         """Whether the answer is complete and nothing can follow. False after an error, which `allowed` raises."""
         with self._lock:
             try:
-                matcher = self._at(output_ids)
+                return self._at(output_ids).is_stopped()
             except GrammarError:
                 return False
-            return matcher.is_stopped() and not matcher.is_error()
 
     def _at(self, output_ids: Sequence[int]) -> LLMatcher:
         """The matcher behind these tokens. An answer only grows."""
+        if self._error is not None:
+            raise self._error
         if self._matcher is None:
             self._matcher = self._compiled.result().deep_copy()
         assert self._num_taken <= len(output_ids)
+        begin_s = time.thread_time()
         new = list(output_ids[self._num_taken :])
-        if new and not self._matcher.consume_tokens(new):
-            raise GrammarError(f"the answer does not follow its grammar: {_first_line(self._matcher.get_error())}")
         self._num_taken = len(output_ids)
+        if new:
+            self._matcher.consume_tokens(new)
+            self._check(self._matcher, begin_s, "the answer does not follow its grammar", num_tokens=len(new))
         return self._matcher
+
+    def _check(self, matcher: LLMatcher, begin_s: float, failure: str, num_tokens: int = 1) -> None:
+        """Keep and raise what is wrong with the matcher, or with the time it takes."""
+        seconds = (time.thread_time() - begin_s) / num_tokens
+        if matcher.is_error():
+            self._error = GrammarError(f"{failure}: {_first_line(matcher.get_error())}")
+        elif seconds > TOKEN_CPU_S:
+            self._error = GrammarError(f"the grammar is too complex: {seconds:.2f} s a token, at most {TOKEN_CPU_S:g}")
+        if self._error is not None:
+            raise self._error
 
 
 class GrammarCompiler:

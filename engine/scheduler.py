@@ -35,6 +35,8 @@ from engine.sequence import Emission, Phase, Sequence
 from engine.stopping import StopChecker
 from engine.tracking import decode_due, prefill_target, target_in_piece
 
+GRAMMAR_WAIT_S = 0.005
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -232,11 +234,11 @@ class Scheduler:
     def _admit(self) -> None:
         """Move waiting sequences to prefilling, in order, while memory and places last. Every running one keeps a page
         to grow into, so that what was retracted does not come back only to be retracted again."""
-        while self.waiting and self.num_active() < self.limits.max_running:
-            sequence = self.waiting[0]
-            if not self._acquire(sequence):
+        while self.num_active() < self.limits.max_running:
+            sequence = self._next_waiting()
+            if sequence is None or not self._acquire(sequence):
                 return
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             start, end = sequence.num_computed_tokens, sequence.num_tokens
             if len(sequence.output_ids) == sequence.num_resumed_tokens:  # not one that was retracted
                 sequence.num_cached_tokens = sequence.num_local_cached_tokens = start
@@ -246,6 +248,12 @@ class Scheduler:
             sequence.phase = Phase.PREFILL
             sequence.prefill_start_s = sequence.prefill_start_s or time.monotonic()
             self.prefilling.append(sequence)
+
+    def _next_waiting(self) -> Sequence | None:
+        """The first in line, past those whose grammar is being compiled."""
+        if self.waiting and not self.num_active() and self._in_flight is None:
+            self.waiting[0].is_ready(GRAMMAR_WAIT_S)  # there is nothing else to do
+        return next((sequence for sequence in self.waiting if sequence.is_ready()), None)
 
     def _acquire(self, sequence: Sequence) -> bool:
         keep, spare = self.hold_after_prefill, len(self.running)

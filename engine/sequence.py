@@ -88,6 +88,10 @@ class Sequence:
     prefill_start_s: float | None = None
     prefill_end_s: float | None = None
 
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        """Whether it may run as soon as there is room: its grammar, if it has one, is compiled within this time."""
+        return self.grammar is None or self.grammar.is_ready(timeout_s)
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)

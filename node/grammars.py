@@ -6,6 +6,8 @@ import asyncio
 import logging
 import sys
 from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -16,6 +18,7 @@ log = logging.getLogger(__name__)
 
 CPU_S = 1.0
 MAX_REMEMBERED = 128
+LINE_S = 10.0
 ANSWER_S = 30.0  # the process has its own limit, of processor time; this one is for a process that gets none
 MAX_LINE_BYTES = 4 * 1024 * 1024
 
@@ -61,7 +64,7 @@ class GrammarChecker:
         key = (source.kind, source.text)
         verdict = self._verdicts.get(key)
         if verdict is None:
-            async with self._lock:
+            async with self._turn():
                 verdict = self._verdicts.get(key) or await self._ask(Question(kind=source.kind, text=source.text))
             self._verdicts[key] = verdict
         self._verdicts.move_to_end(key)
@@ -75,6 +78,19 @@ class GrammarChecker:
         process, self._process = self._process, None
         if process is not None:
             await _end(process)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Raises CapacityError when those in front take too long: each may have a second."""
+        try:
+            async with asyncio.timeout(LINE_S):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise CapacityError(f"the grammars in front of this one take more than {LINE_S:g} s to check") from None
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     async def _ask(self, question: Question) -> Verdict:
         process = self._process = self._process or await self._start()

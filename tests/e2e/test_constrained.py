@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -264,6 +265,21 @@ def test_with_overlap_the_mask_knows_the_newest_token(alone: list[Outcome], late
             run_late(ranks)
         for outcome, reference in zip(ranks.run(MIXED), alone, strict=True):
             assert_equivalent(outcome, reference)
+        ranks.assert_all_free()
+
+
+def test_a_grammar_that_is_being_compiled_holds_up_nobody_else() -> None:
+    with unified_ranks() as ranks:
+        busy = threading.Event()
+        ranks.roles[0].host.grammars._thread.submit(busy.wait)  # type: ignore[attr-defined]
+        constrained = ranks.submit(request(grammar("regex", "[0-9]{3}")))
+        try:
+            (free,) = ranks.run([request(None, max_new_tokens=5)])
+            assert free.finish is not None and not constrained.tokens
+        finally:
+            busy.set()
+        ranks.run_until(lambda: constrained.ended)
+        assert re.fullmatch("[0-9]{3}", text_of(constrained))
         ranks.assert_all_free()
 
 

@@ -63,6 +63,23 @@ def test_an_answer_outside_its_grammar_is_an_error_and_no_end() -> None:
         grammar.allowed(ids("a"))
 
 
+def test_an_error_stays() -> None:
+    grammar = start("[0-9]+")
+    assert not grammar.is_over(ids("a")) and not grammar.is_over(ids("a1"))
+    for answer in (ids("a"), ids("a1")):
+        with pytest.raises(GrammarError, match="does not follow"):
+            grammar.allowed(answer)
+
+
+@pytest.mark.parametrize("answer", [[], [1]], ids=["mask", "token"])
+def test_a_grammar_that_takes_too_long_for_a_token_fails(answer: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = start("(.|\n)*")
+    monkeypatch.setattr("engine.grammar.TOKEN_CPU_S", -1.0)
+    with pytest.raises(GrammarError, match="too complex"):
+        grammar.allowed(answer)
+    assert not grammar.is_over(answer)
+
+
 def test_two_threads_may_ask() -> None:
     """As the device's and the scheduler's do with overlap: they name the same answer at the same time."""
     grammar, answer = start("[a-z ]{60,}"), ids("the quick brown fox jumps over the lazy dog " * 4)

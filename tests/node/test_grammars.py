@@ -128,6 +128,23 @@ async def test_a_process_that_says_nothing_is_replaced(
     assert await checker.check(source("regex", "a"))
 
 
+async def test_who_waits_too_long_in_line_is_told_to_come_again(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await checker.check(source("regex", "warm"))
+    os.kill(pid_of(checker), signal.SIGSTOP)
+    first = asyncio.create_task(checker.check(source("regex", "first")))
+    await asyncio.sleep(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars, "LINE_S", 0.05)
+        with pytest.raises(CapacityError) as caught:
+            await checker.check(source("regex", "second"))
+    assert caught.value.retryable
+    os.kill(pid_of(checker), signal.SIGCONT)
+    assert "first" in await first
+    assert "second" in await checker.check(source("regex", "second")), "the line goes on"
+
+
 async def test_nothing_stays_behind() -> None:
     checker = GrammarChecker(SETTINGS)
     await checker.close()
