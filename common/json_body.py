@@ -11,6 +11,9 @@ import msgspec
 
 from common.errors import RequestError
 
+MAX_DEPTH = 128
+"""Of lists and objects in each other: whoever walks through a body, and a writer of JSON too, needs stack for each."""
+
 
 def decode_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a request body. NaN and Infinity are no JSON: the message names the field that holds one."""
@@ -20,7 +23,20 @@ def decode_object(body: bytes) -> dict[str, Any]:
         _refuse_json(body, error)
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {type(value).__name__}", code="invalid_json")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_deep(value):
+        raise RequestError(f"the body is nested too deep: at most {MAX_DEPTH} levels", code="invalid_json")
     return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Level by level, without recursion."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _refuse_json(body: bytes, error: Exception) -> NoReturn:
