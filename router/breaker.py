@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from common.errors import CapacityError, ConfigError, TransferError
 from router.client import REFUSED
 from router.leg_outcome import LegEnd, LegOutcome
 
@@ -25,22 +26,13 @@ _MIN_FOR_RATE = 20
 _LONGEST = 8
 """Times `open_s`."""
 
-_LEAVES = frozenset({"draining", "shutting_down", "no_capacity", "rid_in_use", "worker_removed", REFUSED})
-"""Codes of a worker that goes or is full. Where nobody listens, health checks know before anybody is sent there."""
+_LEAVES = frozenset({"draining", "shutting_down", "worker_removed", REFUSED})
+"""Codes of a worker that goes. Where nobody listens, health checks know before anybody is sent there."""
+_FULL = CapacityError.type
 _PARTNER_GONE = frozenset({"peer_lost", "peer_silent", "peer_unreachable"})
-_BETWEEN = frozenset(
-    {
-        "bootstrap_timeout",
-        "transfer_timeout",
-        "first_token_timeout",
-        "write_failed",
-        "digest_mismatch",
-        "incomplete",
-        "layout_mismatch",
-        "transfer_failed",
-    }
-)
-"""Codes of a hand-off that failed; whoever says so may be innocent."""
+_BETWEEN = frozenset({TransferError.type, ConfigError.type})
+"""Types of errors between two workers; whoever says so may be innocent. So with the code of a handshake in vain."""
+_NO_HANDSHAKE = "bootstrap_timeout"
 
 
 class BreakerState(enum.StrEnum):
@@ -166,13 +158,14 @@ def guilty_leg(leg: Leg, outcome: LegOutcome) -> Leg | None:
     A rank that has lost its peer accuses the peer. Where a hand-off failed and both live, it is the worker of the two
     that has gone longer without anything going well; the other one has been well with others since.
     """
-    if outcome.end not in (LegEnd.WORKER_ERROR, LegEnd.LOST) or outcome.code in _LEAVES:
+    is_failure = outcome.end in (LegEnd.WORKER_ERROR, LegEnd.LOST)
+    if not is_failure or outcome.code in _LEAVES or outcome.kind == _FULL:
         return None
     partner = leg.partner
-    if partner is None or outcome.code not in _PARTNER_GONE | _BETWEEN:
-        return leg
-    if outcome.code in _PARTNER_GONE:
+    if partner is not None and outcome.code in _PARTNER_GONE:
         return partner
+    if partner is None or not (outcome.kind in _BETWEEN or outcome.code == _NO_HANDSHAKE):
+        return leg
     return leg if _good_s(leg) <= _good_s(partner) else partner
 
 

@@ -20,7 +20,7 @@ class LegEnd(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LegOutcome:
-    """code: the error's, None when there is none. seconds: from the opening to the end.
+    """code, kind: the error's code and type, None when there is none. seconds: from the opening to the end.
 
     first_byte_s: from the opening to the first byte of a good answer's body, None when none came. gap_s: mean gap
     between two chunks of a stream, None for fewer than two.
@@ -31,6 +31,7 @@ class LegOutcome:
     seconds: float
     first_byte_s: float | None
     gap_s: float | None
+    kind: str | None = None
 
 
 def end_of(status: int) -> LegEnd:

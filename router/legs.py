@@ -29,6 +29,7 @@ _NEVER_AGAIN = frozenset(
 
 
 class _Error(msgspec.Struct):
+    type: str | None = None
     code: str | None = None
     retryable: bool = False
 
@@ -45,7 +46,8 @@ class LegFailed(Exception):  # noqa: N818 - names a state of the leg; the answer
         self.status = status
         self.content_type = content_type
         self.body = body
-        self.code, self._retryable = _read(body)
+        error = _read(body)
+        self.code, self.kind, self._retryable = error.code, error.type, error.retryable
 
     @classmethod
     def of(cls, error: ServingError) -> LegFailed:
@@ -58,13 +60,12 @@ class LegFailed(Exception):  # noqa: N818 - names a state of the leg; the answer
         return self._retryable and self.status >= 500 and self.code not in _NEVER_AGAIN
 
 
-def _read(body: bytes) -> tuple[str | None, bool]:
-    """(code, retryable) of an error's body; (None, False) when it has another shape."""
+def _read(body: bytes) -> _Error:
+    """What an error's body says; nothing when it has another shape."""
     try:
-        error = msgspec.json.decode(body, type=_Body).error
+        return msgspec.json.decode(body, type=_Body).error
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return None, False
-    return error.code, error.retryable
+        return _Error()
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +94,7 @@ class Leg:
     def __post_init__(self) -> None:
         self.workers.on_leg_begin(self)
 
-    def end(self, end: LegEnd, code: str | None = None) -> None:
+    def end(self, end: LegEnd, code: str | None = None, kind: str | None = None) -> None:
         """The first end counts: does nothing the second time."""
         if self.has_ended:
             return
@@ -102,7 +103,9 @@ class Leg:
         if self._first_byte_s is not None and self._num_chunks > 1:
             gap_s = (self._last_byte_s - self._first_byte_s) / (self._num_chunks - 1)
         seconds = time.monotonic() - self.began_s
-        outcome = LegOutcome(end=end, code=code, seconds=seconds, first_byte_s=self._first_byte_s, gap_s=gap_s)
+        outcome = LegOutcome(
+            end=end, code=code, kind=kind, seconds=seconds, first_byte_s=self._first_byte_s, gap_s=gap_s
+        )
         self.workers.on_leg_end(self, outcome)
         if self.trace is not None:
             self.trace.end(outcome)
@@ -161,7 +164,7 @@ class Leg:
         self.open = False
         failure = LegFailed(status if 400 <= status <= 599 else 502, content_type, body)
         self.workers.on_error(self.worker, failure.status)
-        self.end(end_of(failure.status), failure.code)
+        self.end(end_of(failure.status), failure.code, failure.kind)
         return failure
 
     def lost(self, error: WorkerError) -> LegFailed:

@@ -153,8 +153,8 @@ def test_zero_failures_never_open_it() -> None:
 # Whose fault it was
 
 
-def outcome(end: LegEnd, code: str | None) -> LegOutcome:
-    return LegOutcome(end=end, code=code, seconds=1.0, first_byte_s=None, gap_s=None)
+def outcome(end: LegEnd, code: str | None, kind: str = "worker_error") -> LegOutcome:
+    return LegOutcome(end=end, code=code, kind=kind, seconds=1.0, first_byte_s=None, gap_s=None)
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,11 @@ def outcome(end: LegEnd, code: str | None) -> LegOutcome:
         (LegEnd.ABORTED, "aborted", None),
         (LegEnd.WORKER_ERROR, "draining", None),
         (LegEnd.WORKER_ERROR, "shutting_down", None),
-        (LegEnd.WORKER_ERROR, "no_capacity", None),
         (LegEnd.LOST, "worker_unavailable", None),
         (LegEnd.WORKER_ERROR, "rank_died", "self"),
         (LegEnd.WORKER_ERROR, "rank_silent", "self"),
         (LegEnd.WORKER_ERROR, "internal", "self"),
+        (LegEnd.WORKER_ERROR, "first_token_timeout", "self"),
         (LegEnd.WORKER_ERROR, None, "self"),
         (LegEnd.LOST, "worker_lost", "self"),
         (LegEnd.LOST, "worker_silent", "self"),
@@ -186,11 +186,25 @@ def test_who_is_to_blame(end: LegEnd, code: str | None, guilty: str | None) -> N
     assert guilty_leg(leg, outcome(end, code)) is named[guilty]
 
 
-@pytest.mark.parametrize("code", ["write_failed", "digest_mismatch", "transfer_timeout", "bootstrap_timeout"])
-def test_of_a_failed_handoff_the_one_that_has_gone_longer_without_success(code: str) -> None:
+@pytest.mark.parametrize("code", ["no_capacity", "first_token_timeout"])
+def test_who_is_full_has_not_failed(code: str) -> None:
+    leg: Any = FakeLeg()
+    assert guilty_leg(leg, outcome(LegEnd.WORKER_ERROR, code, "capacity_error")) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("write_failed", "transfer_error"),
+        ("digest_mismatch", "transfer_error"),
+        ("layout_mismatch", "config_error"),
+        ("bootstrap_timeout", "worker_error"),
+    ],
+)
+def test_of_a_failed_handoff_the_one_that_has_gone_longer_without_success(code: str, kind: str) -> None:
     leg: Any = FakeLeg()
     leg.partner = FakeLeg(partner=leg)
-    failed = outcome(LegEnd.WORKER_ERROR, code)
+    failed = outcome(LegEnd.WORKER_ERROR, code, kind)
     leg.worker.breaker.good_s, leg.partner.worker.breaker.good_s = 2.0, 1.0
     assert guilty_leg(leg, failed) is leg.partner
     leg.partner.worker.breaker.good_s = 3.0
