@@ -18,6 +18,7 @@ from engine.model_config import HybridConfig, LayerKind
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PREFIXES = ("backbone.", "model.")
+_OTHER_NAMES = {"embedding.weight": "embeddings.weight"}
 _DTYPES = ("F32", "BF16", "F16")
 _READ_BYTES = 8 * 1024 * 1024
 
@@ -25,7 +26,8 @@ _READ_BYTES = 8 * 1024 * 1024
 def load_weights(
     path: str | Path, config: HybridConfig, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Every weight by its canonical name: the file's name without its `backbone.` or `model.` prefix.
+    """Every weight by its canonical name: the file's name without its `backbone.` or `model.` prefix. Some
+    versions of `transformers` write `embedding.weight` for `embeddings.weight`.
 
     Tensors get `dtype`, except A_log, D, dt_bias and the norms, which are float32. When `tie_word_embeddings` is set
     and lm_head.weight is absent, it is the embedding itself. Tensors named `mtp.*` are not read.
@@ -205,10 +207,8 @@ def _check(file: Path, name: str, shape: tuple[int, ...] | None, stored: object)
 
 
 def _canonical(name: str) -> str:
-    for prefix in _PREFIXES:
-        if name.startswith(prefix):
-            return name.removeprefix(prefix)
-    return name
+    short = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+    return _OTHER_NAMES.get(short, short)
 
 
 def _error(file: Path, tensor: str, reason: str) -> ConfigError:

@@ -61,6 +61,7 @@ def test_naming_schemes_and_shards_give_the_same(folder: Path) -> None:
     def rename(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if name.startswith("backbone.")]:
             tensors[name.replace("backbone.", "model.", 1)] = tensors.pop(name)
+        tensors["model.embedding.weight"] = tensors.pop("model.embeddings.weight")
 
     rewrite(folder, rename)
     renamed = load(folder)

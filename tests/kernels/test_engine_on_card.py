@@ -26,7 +26,7 @@ from engine.ops.conv import conv_ref
 from engine.ops.norm import gated_rms_norm_ref, rms_norm_ref
 from engine.ops.ssd import ssd_sequential_ref
 from engine.pools import StatePools
-from engine.weights import expected_shapes, keep_float32, load_weights
+from engine.weights import expected_shapes, load_weights, random_weights
 from node.tokenizer import load_tokenizer
 from tests.e2e.test_state_tracking import Case, References, cases, models, run  # noqa: F401
 from tests.support.ranks import MODEL, Outcome, Ranks, Request, assert_equivalent, unified_ranks
@@ -282,14 +282,10 @@ def nano_layer(kind: LayerKind) -> HybridConfig:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
 def test_one_layer_at_full_width_against_float64(kind: LayerKind, dtype: torch.dtype, bound: float) -> None:
     """Prefill of two prompts off the chunk grid, then two decode steps, of one layer with embedding and head around."""
-    from bench.gpu import random_weights
     from engine.cuda.runner import CudaRunner
 
     device, config = torch.device("cuda"), nano_layer(kind)
-    torch.manual_seed(1)
-    weights = {
-        name: value if keep_float32(name) else value.to(dtype) for name, value in random_weights(config, device).items()
-    }
+    weights = random_weights(config, dtype, device, seed=1)
     pools = StatePools(
         config,
         num_pages=64,

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="Triton cannot be installed here: it exists
 from common.config import DType, ModelConfig, NodeConfig, Role, TransferConfig, TransportName, Verify, check_node_config
 from common.errors import ConfigError, TransferError
 from tests.support.stack import MODEL
-from transfer.cuda_ipc import Door, Opened, _enter, _leave, locate, open_cuda_ipc, own_label
+from transfer.cuda_ipc import Door, Opened, _enter, _leave, is_of_card, locate, open_cuda_ipc, own_label
 from transfer.device_kernels import copy_blocks, cut, hash_items, hash_items_reference
 from transfer.handshake import check_fit
 from transfer.transport import Block, open_transport
@@ -95,6 +95,11 @@ def test_destinations_outside_the_peers_memory_are_refused() -> None:
         with pytest.raises(TransferError, match="no memory registered") as caught:
             locate(ranges, Block(0, dst, nbytes, "kv"))
         assert caught.value.code == "bad_address"
+
+
+def test_a_session_tells_its_card() -> None:
+    session = "cuda_ipc:boot:12:3456:a1b2:door:4096+64+00"
+    assert is_of_card(session, "a1b2") and not is_of_card(session, "door") and not is_of_card("", "a1b2")
 
 
 def test_only_a_cards_memory() -> None:

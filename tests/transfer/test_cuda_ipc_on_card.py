@@ -121,6 +121,7 @@ def writer() -> Iterator[Callable[[CudaIpcTransport, int], Writer]]:
 def test_copies_inside_a_process(transport: CudaIpcTransport, count: int) -> None:
     memory = pool_allocator(transport)(8 * MIB)
     assert memory.is_cuda and not memory.any()
+    assert not transport.bursts(transport.session) and transport.bursts("cuda_ipc:boot:1:2:another:door:")
     memory[: 4 * MIB] = torch.randint(0, 256, (4 * MIB,), dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     size = 4 * MIB // count // 4 * 4
