@@ -141,6 +141,8 @@ def _read_grammar(where: str, given: dict[str, Any]) -> GrammarSource | None:
     value = given[kinds[0]]
     if isinstance(value, dict) and kinds[0] in ("json_schema", "structural_tag"):
         value = msgspec.json.encode(value).decode()
+    if isinstance(value, str) and len(value) > MAX_GRAMMAR_CHARACTERS:
+        raise RequestError(f"{path}: {len(value)} characters, at most {MAX_GRAMMAR_CHARACTERS}", param=path)
     text = read_string(path, value, max_length=MAX_GRAMMAR_CHARACTERS)
     return GrammarSource(kind=kinds[0], text=text, path=path)
 

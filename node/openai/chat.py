@@ -15,7 +15,7 @@ from node.chat_template import ChatTemplate
 from node.fields import NumberRule, read_bool, read_number, refuse
 from node.openai.calls import Call
 from node.openai.chat_text import ChatParts
-from node.openai.fields import COMMON, check_unsupported, generate_fields, given, read_wishes
+from node.openai.fields import COMMON, check_unsupported, constrain, generate_fields, given, read_wishes
 from node.openai.messages import Message, read_messages
 
 _TOP_LOGPROBS = NumberRule(integer=True, low=0, high=1024)
@@ -74,7 +74,8 @@ def read_chat(raw: dict[str, Any], model: ChatModel) -> Call:
     prompt = render(fields, model.template, tools)
     body = generate_fields(fields, _max_tokens(fields)) | {"text": prompt}
     constrained = _constraints(fields, prompt, tools, model)
-    body["sampling_params"] |= constrained
+    source = "tools" if tools.is_forced else "response_format"
+    names = constrain(body["sampling_params"], constrained, source)
     if constrained.keys().isdisjoint(GRAMMARS):  # a grammar says itself where an answer ends
         _add_stops(body["sampling_params"], model.template)
     logprobs = read_bool("logprobs", fields.get("logprobs", False))
@@ -82,7 +83,7 @@ def read_chat(raw: dict[str, Any], model: ChatModel) -> Call:
     return Call(
         body=body,
         wishes=read_wishes(fields, logprobs=logprobs),
-        names=_NAMES | dict.fromkeys(GRAMMARS & constrained.keys(), "tools" if tools.is_forced else "response_format"),
+        names=_NAMES | names,
         special_tokens=False,
         parts=_parts(fields, prompt, tools, model),
     )

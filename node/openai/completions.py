@@ -8,7 +8,7 @@ from common.errors import RequestError
 from common.response_format import read_response_format
 from node.fields import NumberRule, read_bool, read_number, refuse
 from node.openai.calls import Call
-from node.openai.fields import COMMON, check_unsupported, generate_fields, given, read_wishes
+from node.openai.fields import COMMON, check_unsupported, constrain, generate_fields, given, read_wishes
 
 DEFAULT_MAX_TOKENS = 16
 _LOGPROBS = NumberRule(integer=True, low=0, high=1024)
@@ -24,13 +24,14 @@ def read_completion(raw: dict[str, Any]) -> Call:
     _check_best_of(fields)
     echo = read_bool("echo", fields.get("echo", False))
     body = generate_fields(fields, fields.get("max_tokens", DEFAULT_MAX_TOKENS)) | _prompt(fields)
-    if (schema := read_response_format(fields.get("response_format"))) is not None:
-        body["sampling_params"]["json_schema"] = schema
+    schema = read_response_format(fields.get("response_format"))
+    wanted = {} if schema is None else {"json_schema": schema}
+    names = _NAMES | constrain(body["sampling_params"], wanted, "response_format")
     if "logprobs" in fields:
         top = read_number("logprobs", fields["logprobs"], _LOGPROBS)
         body |= {"return_logprob": True, "top_logprobs_num": top, "logprob_start_len": 0 if echo else -1}
     wishes = read_wishes(fields, logprobs="logprobs" in fields, echo=echo)
-    return Call(body=body, wishes=wishes, names=_NAMES, special_tokens=True)
+    return Call(body=body, wishes=wishes, names=names, special_tokens=True)
 
 
 def _check_best_of(fields: dict[str, Any]) -> None:

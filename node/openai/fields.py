@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from common.constraints import GRAMMARS
 from common.errors import RequestError
 from node.fields import check_known, read_bool, refuse
 
@@ -158,6 +159,19 @@ def _read_stream_options(value: Any) -> StreamOptions:
     found = {name: item for name, item in value.items() if item is not None and name != "include_obfuscation"}
     check_known("stream_options", found, frozenset(StreamOptions.__struct_fields__))
     return StreamOptions(**{name: read_bool(f"stream_options.{name}", item) for name, item in found.items()})
+
+
+def constrain(sampling: dict[str, Any], fields: Mapping[str, Any], source: str) -> dict[str, str]:
+    """Add what response format or tools (source) make to `sampling_params`. Returns what errors about it call it.
+
+    Raises RequestError where the client has set one of these fields itself.
+    """
+    grammars = sorted(GRAMMARS & fields.keys())
+    for name in grammars:
+        if name in sampling:
+            raise RequestError(f"{source}: {name} is given too, but only one of them may be", param=source)
+    sampling |= fields
+    return dict.fromkeys(grammars, source)
 
 
 def in_openai_names(error: RequestError, names: Mapping[str, str]) -> RequestError:

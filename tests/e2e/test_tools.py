@@ -31,6 +31,7 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "get_time", "parameters": TIME}},
 ]
 SCHEMAS = {"get_weather": WEATHER, "get_time": TIME}
+OWN = ("regex", "json_schema", "separate_reasoning", "chat_template_kwargs")  # fields that the package does not know
 ASK: list[Any] = [{"role": "user", "content": "How is the weather in Rome? /no_think"}]
 THINK: list[Any] = [{"role": "user", "content": "How is the weather in Rome? /think"}]
 WEATHER_FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
@@ -55,7 +56,7 @@ def clients(servers: Stack) -> Iterator[tuple[openai.OpenAI, openai.OpenAI]]:
 
 
 def chat(client: openai.OpenAI, *, messages: list[Any] = ASK, **fields: Any) -> Any:
-    own = {name: fields.pop(name) for name in ("regex", "separate_reasoning", "chat_template_kwargs") if name in fields}
+    own = {name: fields.pop(name) for name in OWN if name in fields}
     defaults = {"model": "tandem-mini", "messages": messages, "temperature": 0, "max_tokens": 150}
     return client.chat.completions.create(**(defaults | fields), extra_body=own)
 
@@ -275,6 +276,12 @@ def test_with_an_open_thought_the_schema_waits_for_its_end(clients: tuple[openai
         ({"tool_choice": "required"}, "tool_choice"),
         ({"regex": "[0-9"}, "regex"),
         ({"regex": "a", "response_format": WEATHER_FORMAT}, "response_format"),
+        ({"json_schema": "{}", "response_format": WEATHER_FORMAT}, "response_format"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"description": "x" * 70_000}}}]}
+            | {"tool_choice": "required"},
+            "tools",
+        ),
         ({"separate_reasoning": 1}, "separate_reasoning"),
     ],
 )
@@ -283,6 +290,17 @@ def test_bad_requests_are_400_and_named(clients: tuple[openai.OpenAI, ...], fiel
         with pytest.raises(openai.BadRequestError) as caught:
             chat(client, **fields)
         assert caught.value.param == param, caught.value
+
+
+def test_a_bad_response_format_of_a_completion_is_named(clients: tuple[openai.OpenAI, ...]) -> None:
+    bad = {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        clients[0].completions.create(model="tandem-mini", prompt="a", extra_body={"response_format": bad})
+    assert caught.value.param == "response_format"
+    good = clients[0].completions.create(
+        model="tandem-mini", prompt="a", max_tokens=99, extra_body={"response_format": WEATHER_FORMAT}, temperature=0
+    )
+    jsonschema.validate(json.loads(good.choices[0].text), WEATHER)
 
 
 def test_tools_that_the_template_does_not_show_are_refused_unless_they_are_forced(shared_stack: Stack) -> None:
