@@ -74,8 +74,8 @@ class CudaIpcTransport:
         self._door = Door(os.urandom(8).hex())
 
     def bursts(self, session: str) -> bool:
-        """Links between cards that are awake take power from the multiprocessors: a prompt then takes 2 % longer. Within
-        a card there is no link, and what leaves early does not keep the first token waiting."""
+        """Links between cards that are awake take power from the multiprocessors: a prompt then takes 2 % longer.
+        Within a card there is no link, and what leaves early does not keep the first token waiting."""
         return not is_of_card(session, self._driver.uuid)
 
     @property
