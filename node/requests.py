@@ -41,6 +41,7 @@ MAX_EXTRA_KEY_CHARACTERS = 1024
 MAX_TOP_LOGPROBS = 1024
 MAX_LISTED = 2**20  # characters of stop strings, stop tokens, biases: of all sequences of a request
 MAX_GRAMMAR_CHARACTERS = 2**23  # likewise
+MAX_PROMPT_ALTERNATIVES = 2**20  # positions of prompts times top_logprobs_num: the front writes out each of them
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +155,7 @@ def expand(
                     output_ids=parsed.resume.output_ids,
                 )
             )
+    _check_alternatives(submits)
     return GenerateRequest(
         submits=submits,
         is_list=parsed.is_list,
@@ -341,6 +343,16 @@ def _read_logprobs(raw: dict[str, Any], batch: int, total: int) -> list[LogprobO
 def _check_start_len(options: LogprobOptions, num_prompt_tokens: int) -> None:
     if options.start_len >= num_prompt_tokens:
         refuse("logprob_start_len", options.start_len, f"below the prompt's length of {num_prompt_tokens} tokens")
+
+
+def _check_alternatives(submits: list[Submit]) -> None:
+    asked = [submit for submit in submits if submit.logprobs.start_len >= 0]
+    total = sum((len(submit.token_ids) - submit.logprobs.start_len) * submit.logprobs.top_num for submit in asked)
+    if total > MAX_PROMPT_ALTERNATIVES:
+        raise RequestError(
+            f"top_logprobs_num: {total} alternatives of the prompts' positions, at most {MAX_PROMPT_ALTERNATIVES}",
+            param="top_logprobs_num",
+        )
 
 
 def _read_dp_rank(raw: dict[str, Any], limits: ServingLimits) -> int | None:

@@ -15,10 +15,18 @@ from node.chat_template import ChatTemplate
 from node.fields import NumberRule, read_bool, read_number, refuse
 from node.openai.calls import Call
 from node.openai.chat_text import ChatParts
-from node.openai.fields import COMMON, check_unsupported, constrain, generate_fields, given, read_wishes
+from node.openai.fields import (
+    COMMON,
+    MAX_TOP_LOGPROBS,
+    check_unsupported,
+    constrain,
+    generate_fields,
+    given,
+    read_wishes,
+)
 from node.openai.messages import Message, read_messages
 
-_TOP_LOGPROBS = NumberRule(integer=True, low=0, high=1024)
+_TOP_LOGPROBS = NumberRule(integer=True, low=0, high=MAX_TOP_LOGPROBS)
 _UNSUPPORTED = frozenset(["functions", "function_call", "audio", "prediction", "web_search_options", "task"])
 _IGNORED = frozenset(
     [

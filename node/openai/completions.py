@@ -8,10 +8,18 @@ from common.errors import RequestError
 from common.response_format import read_response_format
 from node.fields import NumberRule, read_bool, read_number, refuse
 from node.openai.calls import Call
-from node.openai.fields import COMMON, check_unsupported, constrain, generate_fields, given, read_wishes
+from node.openai.fields import (
+    COMMON,
+    MAX_TOP_LOGPROBS,
+    check_unsupported,
+    constrain,
+    generate_fields,
+    given,
+    read_wishes,
+)
 
 DEFAULT_MAX_TOKENS = 16
-_LOGPROBS = NumberRule(integer=True, low=0, high=1024)
+_LOGPROBS = NumberRule(integer=True, low=0, high=MAX_TOP_LOGPROBS)
 _UNSUPPORTED = frozenset(["suffix"])
 _KNOWN = COMMON | _UNSUPPORTED | {"prompt", "max_tokens", "echo", "best_of"}
 _NAMES = {"text": "prompt", "input_ids": "prompt", "top_logprobs_num": "logprobs"}

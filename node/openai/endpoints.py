@@ -97,7 +97,10 @@ class OpenAIEndpoints:
             return EventStream(exchange, answer)
         async with exchange.while_connected(request.receive):
             found = await exchange.result()
-            return json_response(answer.whole(found if isinstance(found, list) else [found]))
+            objects = found if isinstance(found, list) else [found]
+            if call.wishes.echo and call.wishes.logprobs:  # many tokens to write out
+                return json_response(await asyncio.to_thread(answer.whole, objects))
+            return json_response(answer.whole(objects))
 
     async def _read(self, request: Request, read: Callable[[dict[str, Any]], Call]) -> Call:
         body = await self._generator.read(request)

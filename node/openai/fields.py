@@ -87,6 +87,7 @@ COMMON = frozenset(_SAMPLING) | _REQUEST | _READ | _IGNORED
 _PATH = re.compile(r"^(?:sampling_params\.)?(\w+)")
 _OURS = {ours: theirs for theirs, ours in _SAMPLING.items()} | {"max_new_tokens": "max_tokens"}
 MAX_MODEL_CHARACTERS = 1024
+MAX_TOP_LOGPROBS = 20  # OpenAI's own, for chats
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):

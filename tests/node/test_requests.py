@@ -415,3 +415,11 @@ def test_numbers_that_json_does_not_have_are_named(body: bytes, param: str) -> N
     with pytest.raises(RequestError, match="not a JSON number") as caught:
         decode_object(body)
     assert caught.value.param == param
+
+
+def test_alternatives_of_prompts_are_bounded_together() -> None:
+    asked = {"return_logprob": True, "logprob_start_len": 0}
+    prompts = [[1] * 40] * 25  # 1,000 positions
+    assert read({"input_ids": prompts, "top_logprobs_num": 1024} | asked)
+    assert refusal({"input_ids": [*prompts, [1] * 25], "top_logprobs_num": 1024} | asked).param == "top_logprobs_num"
+    assert read({"input_ids": prompts * 2, "top_logprobs_num": 1024} | asked | {"logprob_start_len": -1})
