@@ -43,6 +43,7 @@ EDGES = _edges()
 RANK_FIELDS = ("routed_dp_rank", "data_parallel_rank")
 _KEY_HEADERS = (b"x-routing-key", b"x-smg-routing-key")
 _MAX_KEY_CHARACTERS = 1024
+_MAX_MESSAGES = 4096
 
 
 class Path(NamedTuple):
@@ -64,7 +65,7 @@ class Affinity:
 
     def __init__(self, fields: dict[str, Any], *, num_sequences: int = 1) -> None:
         self._fields = fields
-        self._num_sequences = num_sequences
+        self.num_sequences = num_sequences
 
     @property
     def routing_key(self) -> str | None:
@@ -81,22 +82,22 @@ class Affinity:
     def num_tokens(self) -> int:
         """Of all prompts of the request, once for each sequence, as an estimate."""
         if isinstance(messages := self._fields.get("messages"), list):
-            return sum(map(_message_tokens, messages)) * self._num_sequences
+            return sum(map(_message_tokens, messages[:_MAX_MESSAGES])) * self.num_sequences
         prompts = self._prompts
         total = sum(map(_num_tokens, prompts))
-        return total * max(1, self._num_sequences // max(1, len(prompts)))
+        return total * max(1, self.num_sequences // max(1, len(prompts)))
 
     @property
     def weight(self) -> int:
         """What the request adds to a load, in tokens."""
-        return self.num_tokens + SEQUENCE_TOKENS * self._num_sequences
+        return self.num_tokens + SEQUENCE_TOKENS * self.num_sequences
 
     @cached_property
     def path(self) -> Path:
         """Of the first prompt."""
         fields = self._fields
         if isinstance(messages := fields.get("messages"), list):
-            start = _start(_chat_text(messages, fields.get("tools")))
+            start = _start(_chat_text(messages[:_MAX_MESSAGES], fields.get("tools")))
         else:
             start = _start(next(iter(self._prompts), None))
         return make_path(start, seed=_key_hash(fields))

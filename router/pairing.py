@@ -14,27 +14,29 @@ from router.worker import Worker
 
 
 class Pair(NamedTuple):
-    """Two workers, and a rank of each."""
+    """Two workers, and a rank of each. is_spread: the request has several sequences, which go to all ranks by their
+    rooms."""
 
     prefill: Worker
     decode: Worker
     prefill_target: Target
     decode_target: Target
+    is_spread: bool = False
 
     def rank_fields(self, fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(prefill, decode): what a leg's body has besides, where the ranks have to be told. The client's own rank is
         that of decode, whose node judges it. A prefill rank is named by its rooms too (`room_rank`)."""
         is_given = any(fields.get(name) is not None for name in RANK_FIELDS)
         prefill: dict[str, Any] = dict.fromkeys(RANK_FIELDS) if is_given else {}
-        if len(self.prefill.targets) > 1:
+        if len(self.prefill.targets) > 1 and not self.is_spread:
             prefill["routed_dp_rank"] = self.prefill_target.rank
-        tells_decode = len(self.decode.targets) > 1 and not is_given
+        tells_decode = len(self.decode.targets) > 1 and not is_given and not self.is_spread
         return prefill, {"routed_dp_rank": self.decode_target.rank} if tells_decode else {}
 
     @property
     def room_rank(self) -> tuple[int, int]:
         """(rank, ranks) of prefill: a room belongs to the rank that it is modulo the number of ranks."""
-        return self.prefill_target.rank, len(self.prefill.targets)
+        return (0, 1) if self.is_spread else (self.prefill_target.rank, len(self.prefill.targets))
 
 
 class Pairing:
@@ -51,7 +53,7 @@ class Pairing:
     def pick(self, possible: Possible, request: Affinity) -> Pair:
         prefill = self._choose(Role.PREFILL, possible.prefill(), request)
         decode = self._choose(Role.DECODE, possible.partners(prefill.worker), request)
-        return Pair(prefill.worker, decode.worker, prefill, decode)
+        return Pair(prefill.worker, decode.worker, prefill, decode, is_spread=request.num_sequences > 1)
 
     def _choose(self, role: Role, workers: Iterable[Worker], request: Affinity) -> Target:
         targets = [target for worker in workers for target in worker.targets]

@@ -219,6 +219,16 @@ async def test_each_leg_is_told_its_own_rank() -> None:
             assert all(body["bootstrap_room"] % 2 == body["routed_dp_rank"] for body in worker.bodies)
 
 
+async def test_the_sequences_of_a_batch_go_to_all_ranks_of_one_worker() -> None:
+    async with fleet(num_ranks=(2, 2)) as running:
+        prefill, decode = await running.ask(text=["a"] * 40)
+        for body in (running.prefill[prefill].bodies[-1], running.decode[decode].bodies[-1]):
+            assert body.get("routed_dp_rank") is None
+            assert {room % 2 for room in body["bootstrap_room"]} == {0, 1}
+        _, decode = await running.ask(text=["a"] * 40, routed_dp_rank=1)
+        assert running.decode[decode].bodies[-1]["routed_dp_rank"] == 1
+
+
 async def test_a_client_may_choose_the_decode_rank() -> None:
     async with fleet(num_ranks=(2, 3)) as running:
         for name in ("routed_dp_rank", "data_parallel_rank"):

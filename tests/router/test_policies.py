@@ -299,6 +299,16 @@ def test_how_large_a_request_is() -> None:
     assert Affinity({"messages": [{"role": "user", "content": "x" * 400}] * 2}, num_sequences=3).num_tokens == 600
 
 
+def test_no_more_is_looked_at_than_can_matter() -> None:
+    """However large a body is, its beginning is enough."""
+    messages = [{"role": "user", "content": "wordword"}] * 100_000
+    assert Affinity({"messages": messages}).num_tokens == 2 * 4096
+    assert Affinity({"messages": messages}).path.num_bytes == 4096 * len("user\nwordword\n")
+    assert Affinity({"messages": [messages[0], {"role": "user", "content": "x" * 2**22}]}).path.num_bytes == MAX_BYTES
+    for prompt in ("x" * 2**22, [7] * 2**20):
+        assert Affinity({"prompt": prompt}).path.num_bytes == MAX_BYTES
+
+
 # The tree
 
 
