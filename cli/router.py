@@ -12,6 +12,7 @@ import click
 from cli.guard_options import protection_options
 from cli.lifeline import die_with_parent, parent_pid_option
 from cli.policy_options import policy_options
+from cli.router_processes import MAX_PROCESSES, RouterProcesses
 from cli.settings import LOG_LEVELS
 from common.config import RouterConfig, WorkerAddress
 from common.errors import ConfigError
@@ -38,6 +39,14 @@ def _bootstrap_port(value: str) -> int:
     help="A prefill worker; may be given several times",
 )
 @click.option("--decode", multiple=True, metavar="URL", help="A decode worker; may be given several times")
+@click.option(
+    "--workers",
+    "num_processes",
+    type=click.IntRange(1, MAX_PROCESSES),
+    default=1,
+    show_default=True,
+    help="Processes that share port, bounds and the list of workers",
+)
 @click.option("--health-interval", type=float, default=1.0, show_default=True, help="Seconds between two checks")
 @click.option("--connect-timeout", type=float, default=2.0, show_default=True, help="Seconds to open a connection")
 @click.option("--idle-timeout", type=float, default=300.0, show_default=True, help="Seconds between two bytes")
@@ -163,6 +172,7 @@ def router(
     upload_timeout: float,
     log_level: str,
     pd_disaggregation: bool,
+    num_processes: int,
     api_key: str | None,
     admin_api_key: str | None,
     parent_pid: int | None,
@@ -170,7 +180,7 @@ def router(
 ) -> None:
     """The front door: spreads requests over pairs of prefill and decode workers."""
     from common.logs import configure_logging
-    from router.app import serve
+    from router.app import listen, serve
 
     config = RouterConfig(
         prefill=tuple(WorkerAddress(url=url, bootstrap_port=port) for url, port in prefill),
@@ -187,7 +197,11 @@ def router(
     die_with_parent(parent_pid)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_quietly)
-    serve(config, _given_keys(api_key, admin_api_key))
+    keys = _given_keys(api_key, admin_api_key)
+    if num_processes == 1:
+        serve(config, keys)
+    else:
+        RouterProcesses(config, listen(config, keys), keys, num_processes).run()
 
 
 def _given_keys(user: str | None, admin: str | None) -> list[Key]:

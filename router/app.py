@@ -54,6 +54,7 @@ def create_app(config: RouterConfig, keys: KeyRing | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         router = app.state.router = Router(config)
         router.start()
+        await router.siblings.start({**observe.answers(router), **control.answers(router)})
         try:
             yield
         finally:

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from common.errors import AccessError, RequestError, WorkerError
 from common.json_body import decode_object
-from router.admission import Terms
 from router.guard import terms_of
+from router.siblings import Answers
 from router.state import Router
 from router.workers import Worker
 
@@ -138,22 +138,42 @@ async def abort_request(request: Request) -> Response:
     body = await router.read_body(request.scope, request.receive)
     fields, terms = decode_object(body), terms_of(request.scope)
     rids = None if fields.get("abort_all") is True else _rids(fields.get("rid"))
+    if rids is None and not terms.is_admin:
+        raise AccessError("abort_all needs an admin key", code="forbidden", status=403, param="abort_all")
+    order = _Abort(rids, caller=None if terms.is_admin else terms.caller, is_admin=terms.is_admin)
+    own = _end_here(router, order)
+    for said in await router.siblings.ask(f"abort {msgspec.json.encode(order).decode()}"):
+        own |= msgspec.json.decode(said, type=frozenset[str])
     if not terms.is_admin:
-        rids = _own(router, terms, rids)
-        body = msgspec.json.encode({"rid": sorted(rids)})
-        if not rids:
+        body = msgspec.json.encode({"rid": sorted(own)})
+        if not own:
             return _json({"success": True})
-    router.dispatcher.on_abort(rids)
     alive = [worker for worker in router.workers.all if worker.alive]
     _raise_first_refusal(await _order_all(router, alive, "POST", "/abort_request", body), "abort_request")
     return _json({"success": True})
 
 
-def _own(router: Router, terms: Terms, rids: frozenset[str] | None) -> frozenset[str]:
-    """What this caller may end of it: its own requests. Of others' it does not learn whether they exist."""
-    if rids is None:
-        raise AccessError("abort_all needs an admin key", code="forbidden", status=403, param="abort_all")
-    return router.dispatcher.rids_of(terms.caller, rids)
+class _Abort(msgspec.Struct):
+    """rids: None for all."""
+
+    rids: frozenset[str] | None
+    caller: str | None
+    is_admin: bool
+
+
+def _end_here(router: Router, order: _Abort) -> frozenset[str]:
+    """What this process is not to try again. Returns what of it is the caller's, who does not learn whether other
+    requests exist; of an administrator nothing."""
+    rids = order.rids
+    if not order.is_admin:
+        rids = router.dispatcher.rids_of(order.caller, rids or frozenset())
+    router.dispatcher.on_abort(rids)
+    return frozenset() if order.is_admin else rids or frozenset()
+
+
+def answers(router: Router) -> Answers:
+    """What this process tells its siblings."""
+    return {"abort": lambda order: msgspec.json.encode(_end_here(router, msgspec.json.decode(order, type=_Abort)))}
 
 
 def _rids(rid: object) -> frozenset[str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from common.config import Role
 from common.histogram import Histogram
 from router.dispatch import Dispatcher
 from router.leg_outcome import LegEnd
+from router.merge import expose
 from router.record import Totals
 from router.workers import Worker, Workers
 
@@ -22,17 +22,7 @@ _PARTS = ("kv", "conv", "ssm", "track")
 
 
 def exposition(dispatcher: Dispatcher) -> bytes:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(families(dispatcher)))
-    return generate_latest(registry)
-
-
-class _Families(Collector):
-    def __init__(self, found: Iterable[Metric]) -> None:
-        self._found = list(found)
-
-    def collect(self) -> Iterable[Metric]:
-        return self._found
+    return expose(families(dispatcher))
 
 
 def families(dispatcher: Dispatcher) -> Iterator[Metric]:

@@ -13,8 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import RequestError
+from router.merge import merged_metrics, merged_requests, merged_status
 from router.metrics import CONTENT_TYPE, exposition
 from router.record import MAX_RECENT, SHOWN
+from router.siblings import Answers
 from router.state import Router
 
 _NUM_SHOWN = 25
@@ -42,16 +44,32 @@ def _router(request: Request) -> Router:
     return router
 
 
+def answers(router: Router) -> Answers:
+    """What this process tells its siblings."""
+    return {
+        "metrics": lambda _: exposition(router.dispatcher),
+        "requests": lambda limit: _json(_requests(router, int(limit))),
+        "status": lambda shown: _json(_status(router, shown)),
+    }
+
+
 async def metrics(request: Request) -> Response:
-    return Response(exposition(_router(request).dispatcher), media_type=CONTENT_TYPE)
+    router = _router(request)
+    own, others = exposition(router.dispatcher), await router.siblings.ask("metrics")
+    return Response(merged_metrics([own, *others]) if others else own, media_type=CONTENT_TYPE)
 
 
 async def debug_requests(request: Request) -> Response:
     """The requests that run and the last ones that have ended, the newest first."""
     limit = _read_limit(request.query_params.get("limit"))
-    recorder = _router(request).dispatcher.recorder
-    body = {"requests": recorder.listing(time.monotonic(), limit), "kept": MAX_RECENT}
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    router = _router(request)
+    said = [msgspec.json.decode(other) for other in await router.siblings.ask(f"requests {limit}")]
+    body = {"requests": merged_requests([_requests(router, limit), *said], limit), "kept": MAX_RECENT}
+    return Response(_json(body), media_type="application/json")
+
+
+def _requests(router: Router, limit: int) -> list[dict[str, Any]]:
+    return router.dispatcher.recorder.listing(time.monotonic(), limit)
 
 
 async def status(request: Request) -> Response:
@@ -61,8 +79,13 @@ async def status(request: Request) -> Response:
         raise RequestError(f"requests: one of {', '.join(SHOWN)}", param="requests")
     router = _router(request)
     await router.node_states.refresh(router.workers.all)
-    body = msgspec.json.encode(_status(router, shown))
+    others = [msgspec.json.decode(other) for other in await router.siblings.ask(f"status {shown}")]
+    body = _json(merged_status(_status(router, shown), others, _NUM_SHOWN))
     return Response(body, headers={"cache-control": "no-store"}, media_type="application/json")
+
+
+def _json(content: Any) -> bytes:
+    return msgspec.json.encode(content)
 
 
 def _status(router: Router, shown: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from router.http_client import HttpNetwork
 from router.membership import Membership
 from router.node_states import NodeStates
 from router.settings import worker_authorization, worker_tls
+from router.siblings import Siblings
 from router.workers import Workers
 
 
@@ -30,6 +31,7 @@ class Router:
         self.dispatcher.recorder.tracing = self.tracing = open_tracing(config.otlp_endpoint, "tandem-router")
         self.workers.on_silence = self.dispatcher.give_up
         self.membership = Membership(config, self.workers)
+        self.siblings = Siblings(config.siblings)
 
     def start(self) -> None:
         self.workers.start()
@@ -41,6 +43,7 @@ class Router:
         return await read_body(scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.upload_timeout_s)
 
     async def stop(self) -> None:
+        await self.siblings.stop()
         await self.membership.stop()
         await self.workers.stop()
         await self.dispatcher.stop()
