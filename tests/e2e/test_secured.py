@@ -173,6 +173,28 @@ def test_the_bootstrap_port_is_where_it_was_put(secured: Secured) -> None:
     assert listening and {address.ip for address in listening} == {"127.0.0.1"}
 
 
+def test_rooms_are_not_a_clients_to_choose(secured: Secured) -> None:
+    """A second client that has guessed a room, or that would send decode to a bootstrap endpoint of its own."""
+    fields: list[dict[str, Any]] = [
+        {"bootstrap_room": 1},
+        {"bootstrap_room": [1]},
+        {"bootstrap_host": "203.0.113.7", "bootstrap_port": 8998, "bootstrap_room": 1},
+        {"resume": {"output_ids": [1]}},
+    ]
+    bodies: dict[str, dict[str, Any]] = {
+        "/generate": {"text": PROMPT},
+        "/v1/completions": {"prompt": PROMPT},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
+    }
+    for path, body in bodies.items():
+        for more in fields:
+            answer = secured.client.post(path, json=body | more, headers=bearer(USER))
+            assert answer.status_code == 400, (path, more)
+        # Without a room they change nothing: the router writes its own over them.
+        answer = secured.client.post(path, json=body | {"bootstrap_host": "203.0.113.7"}, headers=bearer(USER))
+        assert answer.status_code in (200, 400), answer.text
+
+
 def failures(secured: Secured) -> None:
     """Every kind of request that goes wrong, with the words that no log may have."""
     client, body = secured.client, {"text": PROMPT, "sampling_params": {"max_new_tokens": 4}}

@@ -18,7 +18,7 @@ from transfer_rig import Decode, Prefill, make_layout
 
 from common.config import TransferConfig, Verify
 from common.errors import ConfigError, ErrorRecord, TransferError
-from transfer import Committed, RoomFailed
+from transfer import BootstrapServer, Committed, RoomFailed
 from transfer.channel import Channel
 from transfer.handshake import introduce
 from transfer.messages import (
@@ -307,8 +307,20 @@ def test_many_strangers_who_say_nothing_do_not_keep_others_out(pair: tuple[Prefi
             for _ in range(3 * MAX_GREETINGS)
         ]
         works(p, d, ROOM)
-        assert psutil.Process().num_fds() - before < len(strangers) + 2 * MAX_GREETINGS + 40
+        p.until(lambda: psutil.Process().num_fds() - before < len(strangers) + 2 * MAX_GREETINGS + 40)
     works(p, d, ROOM + 1)
+
+
+async def test_the_port_is_at_its_own_address_only() -> None:
+    server = BootstrapServer("127.0.0.2", 0, [("127.0.0.2", 1)], make_layout(), KEY)
+    await server.start()
+    try:
+        (await asyncio.open_connection("127.0.0.2", server.port))[1].close()
+        for elsewhere in ("127.0.0.1", "::1"):
+            with pytest.raises(OSError, match="Connect call failed"):
+                await asyncio.open_connection(elsewhere, server.port)
+    finally:
+        await server.close()
 
 
 def test_a_stranger_who_dribbles_is_cut_off(config: Config, prefill: Make, tmp_path: Path) -> None:
