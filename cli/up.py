@@ -39,6 +39,7 @@ class Options:
     host: str
     port: int
     model_path: str
+    device: str
     transport: str
     threads: int | None
     start_timeout: float
@@ -50,6 +51,16 @@ class Options:
         """Of the router, as this machine reaches it."""
         host = _ANY.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def devices(self) -> tuple[str, str]:
+        """Of the prefill and of the decode node. Raises ConfigError."""
+        names = [name.strip() for name in self.device.split(",")]
+        if not all(names) or len(names) > 2:
+            raise ConfigError(
+                f"--device {self.device}: a device for both nodes, or two with a comma between them", param="device"
+            )
+        return names[0], names[-1]
 
     @property
     def node_threads(self) -> int:
@@ -65,11 +76,11 @@ def up(options: Options) -> int:
 
 def check_nodes(options: Options) -> None:
     """Raises ConfigError as the nodes would."""
-    for role in (Role.PREFILL, Role.DECODE):
+    for role, device in zip((Role.PREFILL, Role.DECODE), options.devices, strict=True):
         check_node_config(
             NodeConfig(
                 role=role,
-                model=ModelConfig(path=options.model_path),
+                model=ModelConfig(path=options.model_path, device=device),
                 engine=EngineConfig(threads=options.node_threads),
                 transfer=TransferConfig(transport=TransportName(options.transport)),
             )
@@ -124,8 +135,10 @@ def plan_children(options: Options) -> list[ChildPlan]:
     at_once = ("--drain-timeout", "0")  # what Ctrl-C means here
     node = (*model, "--transport", options.transport, "--threads", str(options.node_threads), *at_once, *log_level)
     prefill_url, decode_url = f"http://127.0.0.1:{prefill_port}", f"http://127.0.0.1:{decode_port}"
-    prefill = ("prefill", *node, "--port", str(prefill_port), "--bootstrap-port", str(bootstrap_port))
-    decode = ("decode", *node, "--port", str(decode_port))
+    prefill_device, decode_device = (("--device", device) for device in options.devices)
+    prefill_ports = ("--port", str(prefill_port), "--bootstrap-port", str(bootstrap_port))
+    prefill = ("prefill", *node, *prefill_device, *prefill_ports)
+    decode = ("decode", *node, *decode_device, "--port", str(decode_port))
     pair = ("--prefill", prefill_url, str(bootstrap_port), "--decode", decode_url)
     router = ("router", "--host", options.host, "--port", str(options.port), *pair, *at_once, *log_level)
     return [

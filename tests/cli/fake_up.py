@@ -28,6 +28,7 @@ if __name__ == "__main__":
         host="127.0.0.1",
         port=port,
         model_path="none",
+        device="cpu",
         transport="loopback",
         threads=None,
         start_timeout=3.0 if "--mute" in sys.argv else 30.0,

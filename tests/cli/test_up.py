@@ -165,6 +165,7 @@ def test_ctrl_c_drains_nothing() -> None:
         host="127.0.0.1",
         port=1,
         model_path="m",
+        device="cpu",
         transport="loopback",
         threads=None,
         start_timeout=1.0,
@@ -196,6 +197,7 @@ def test_the_url_reaches_the_router(host: str, url: str) -> None:
         host=host,
         port=5,
         model_path="none",
+        device="cpu",
         transport="loopback",
         threads=None,
         start_timeout=1.0,
@@ -203,6 +205,40 @@ def test_the_url_reaches_the_router(host: str, url: str) -> None:
         once=True,
     )
     assert options.url == url
+
+
+def options_for(device: str) -> Options:
+    return Options(
+        host="127.0.0.1",
+        port=1,
+        model_path="m",
+        device=device,
+        transport="auto",
+        threads=None,
+        start_timeout=1.0,
+        log_level="info",
+        once=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cpu", ("cpu", "cpu")), ("cuda:0,cuda:1", ("cuda:0", "cuda:1")), ("cuda:1, cpu", ("cuda:1", "cpu"))],
+)
+def test_each_node_gets_its_device(device: str, expected: tuple[str, str]) -> None:
+    prefill, decode, router = plan_children(options_for(device))
+    found = [plan.command[plan.command.index("--device") + 1] for plan in (prefill, decode)]
+    assert tuple(found) == expected and "--device" not in router.command
+
+
+@pytest.mark.parametrize("device", ["", "cuda:0,", "cuda:0,cuda:1,cuda:2"])
+def test_devices_that_make_no_sense_are_refused(device: str) -> None:
+    command = [sys.executable, "-m", "cli.main", "up", "--port", "0", "--device", device]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=ENVIRONMENT)
+    assert done.returncode == 2
+    assert (
+        done.stderr == f"tandem: error: --device {device}: a device for both nodes, or two with a comma between them\n"
+    )
 
 
 PROBLEM = Problem(scheme="s", question="Tom's six bags hold 7 eggs each. How many?", worked="", answer=41)
