@@ -18,7 +18,7 @@ from cli.lifeline import die_with_parent, parent_pid_option
 from cli.numbers import POSITIVE_SECONDS
 from cli.router import PREFILL_USAGE, router
 from cli.settings import BUNDLED_MODEL, LOG_LEVELS, node_config, node_options
-from common.config import Role, check_node_config
+from common.config import Role, TransportName, check_node_config
 from common.errors import ConfigError, ServingError
 
 _INTERRUPTED = 128 + signal.SIGINT
@@ -75,7 +75,10 @@ tandem.add_command(gate)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the router")
 @click.option("--port", type=int, default=30000, show_default=True, help="Port of the router; 0: a free one")
 @click.option("--model-path", default=str(BUNDLED_MODEL), show_default="the bundled tandem-mini")
-@click.option("--transport", type=click.Choice(["mooncake", "loopback"]), default="mooncake", show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="Of both nodes; two (cuda:0,cuda:1): of each its own")
+@click.option(
+    "--transport", type=click.Choice([each.value for each in TransportName]), default="auto", show_default=True
+)
 @click.option("--threads", type=int, default=None, help="torch threads of each node; half of the cores by default")
 @click.option(
     "--start-timeout", type=POSITIVE_SECONDS, default=300.0, show_default=True, help="Seconds until all must be ready"
