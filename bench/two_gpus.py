@@ -12,6 +12,7 @@ when it is done, so that the script can be continued; what failed is told and tr
     goodput     the highest rate of these prompts at which bounds hold
     chat        requests with short prompts and long answers, at growing rates
     saturated   more prompts than the prefill card can compute: what the router answers
+    one card    requests at growing rates, both halves on one card
     first tcp, streams tcp   over Mooncake TCP
     sglang      a real SGLang on the same cards, by a bundle's own script
 """
@@ -31,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,8 @@ import torch
 
 from bench import links, load
 from bench.fleet import Fleet, fleet
-from bench.results import FOLDER, write_result
+from bench.gpu_router import at_rate
+from bench.results import FOLDER, commit, write_result
 from common.config import TransportName
 from common.errors import ServingError
 from tests.support.stack import MODEL, REPO
@@ -74,6 +77,7 @@ class Scale:
     mixed_rates: tuple[float, ...]
     chat: tuple[int, int]
     chat_rates: tuple[float, ...]
+    one_card_rates: tuple[float, ...]
     quiet_s: float
     loaded_s: float
     questions: int
@@ -102,6 +106,7 @@ CARDS = Scale(
     mixed_rates=(5.0, 6.0, 7.0, 8.0),
     chat=(1024, 256),
     chat_rates=(8.0, 24.0),
+    one_card_rates=(4.0, 8.0, 16.0),
     quiet_s=2.0,
     loaded_s=8.0,
     questions=200,
@@ -135,6 +140,7 @@ CPU = Scale(
     mixed_rates=(1.0, 2.0),
     chat=(64, 16),
     chat_rates=(2.0,),
+    one_card_rates=(1.0,),
     quiet_s=0.5,
     loaded_s=1.5,
     questions=4,
@@ -179,6 +185,7 @@ class Stack:
             "prefill": ("prefill", 0, source | peer),
             "late prefill": ("prefill", 0, source | peer | {"disable-layerwise-transfer": True}),
             "decode": ("decode", 1, nano | peer),
+            "decode beside": ("decode", 0, nano | peer),
             "tcp prefill": ("prefill", 0, source | tcp),
             "tcp decode": ("decode", 1, nano | tcp),
         }
@@ -190,6 +197,7 @@ class Stack:
             "split router": (["mini prefill"], ["mini decode", "mini decode beside"], {}),
             "router": (["prefill"], ["decode"], {}),
             "late router": (["late prefill"], ["decode"], {}),
+            "one card router": (["prefill"], ["decode beside"], {}),
             "tcp router": (["tcp prefill"], ["tcp decode"], {}),
             "bounded router": (["prefill"], ["decode"], BOUNDED),
         }
@@ -250,6 +258,12 @@ def rows() -> list[Row]:
             work=partial(first, ways={"unified": "unified 0", "router": "router", "late": "late router"}),
             servers=("unified 0", *PAIR, "late prefill", "late router"),
             limit_s=120,
+        ),
+        Row(
+            name="one card",
+            work=one_card,
+            servers=("mixed 0", "prefill", "decode beside", "one card router"),
+            limit_s=90,
         ),
         Row(name="links", work=links_row, limit_s=60),
         Row(name="streams", work=streams, servers=(*UNIFIED, *MIXED, *PAIR), limit_s=120),
@@ -478,6 +492,18 @@ async def _arrivals(bench: Bench, servers: Sequence[str], times: Sequence[float]
         return load.summary(await load.open_loop(client, bench.urls(servers), times, partial(next, bodies)))
 
 
+def one_card(bench: Bench) -> Figures:
+    """Both halves on one card, against a unified node there: rows of `gpu_router.py`."""
+    figures: Figures = {}
+    for rate in bench.scale.one_card_rates:
+        for name, server in (("unified", "mixed 0"), ("router", "one card router")):
+            url = bench.servers.url(server)
+            found = asyncio.run(at_rate(url, bench.scale.vocabulary, rate, bench.scale.loaded_s))
+            figures[f"{name} at {rate:g}/s"] = found
+            print(f"one card {name} {rate:g}", found, file=sys.stderr, flush=True)
+    return figures
+
+
 def saturated(bench: Bench) -> Figures:
     """Twice what the prefill card computes, through a router that bounds what it has taken."""
     rate = 2 * max(bench.scale.rates)
@@ -529,7 +555,8 @@ def run(row: Row, bench: Bench, found: Figures) -> None:
             found[row.name] = row.work(bench)
         found.get("failures", {}).pop(row.name, None)
         seconds = {"waited_s": round(ready_s, 1), "took_s": round(time.perf_counter() - begin - ready_s, 1)}
-        found.setdefault("made", {})[row.name] = seconds
+        when = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit()}
+        found.setdefault("made", {})[row.name] = seconds | when
     except (ServingError, AssertionError, OSError, RuntimeError, ValueError, KeyError) as error:
         found.setdefault("failures", {})[row.name] = f"{type(error).__name__}: {error}"[-1500:]
     print(f"{row.name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
