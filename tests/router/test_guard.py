@@ -76,15 +76,25 @@ NO_KEYS = [
 ]
 
 
+ASKED = [
+    *(("POST", path) for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize")),
+    *(("POST", path) for path in ("/abort_request", "/flush_cache", "/workers", "/nothing")),
+    *(("GET", path) for path in ("/v1/models", "/health_generate", "/model_info", "/generate")),
+    *(("GET", path) for path in ("/server_info", "/metrics", "/status.json", "/debug/requests", "/workers")),
+    ("DELETE", "/workers"),
+]
+
+
 async def test_without_a_right_key_there_is_nothing_but_health(keyed: RunningRouter) -> None:
     for headers in NO_KEYS:
-        for path in ("/generate", "/v1/models", "/server_info", "/flush_cache", "/workers", "/metrics", "/nothing"):
-            answer = await keyed.client.request("GET", path, headers=headers)
+        for method, path in ASKED:
+            answer = await keyed.client.request(method, path, headers=headers)
             error = answer.json()["error"]
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
             assert error["type"] == "access_error" and error["code"] in ("no_api_key", "invalid_api_key")
             assert ROOT[:8] not in answer.text.lower()
-        assert (await keyed.client.get("/health", headers=headers)).status_code == 200
+        for path in ("/health", "/", "/page/app.js"):
+            assert (await keyed.client.get(path, headers=headers)).status_code == 200
 
 
 async def test_two_keys_in_one_request_are_no_key(keyed: RunningRouter) -> None:
