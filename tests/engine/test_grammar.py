@@ -115,6 +115,7 @@ def test_a_grammar_is_compiled_once_and_sequences_do_not_share_their_place() -> 
     first, second = compiler.start(text), compiler.start(text)
     assert first._compiled is second._compiled
     assert first.is_over(ids("aba")) and not second.is_over(ids("a")) and first.is_over(ids("aba"))
+    assert allowed_ids(second.allowed(ids("a"))) == allowed_ids(compiler.start(text).allowed(ids("a"))) != {EOS}
 
 
 def test_what_is_remembered_is_bounded_and_the_oldest_goes() -> None:
