@@ -13,7 +13,6 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -115,8 +114,7 @@ def _of_usage(meta: Meta, usage: _Usage) -> Meta:
 # Records
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
     """Times are of the monotonic clock, None while they have not come; began_at: of the wall clock, at `arrived_s`.
 
     admitted_s: when it stopped to wait at the router. opened_s: of the latest try's legs. status, code: what the client
@@ -127,8 +125,8 @@ class RequestRecord:
     endpoint: str
     stream: bool
     num_sequences: int
-    arrived_s: float = field(default_factory=time.monotonic)
-    began_at: float = field(default_factory=time.time)
+    arrived_s: float = msgspec.field(default_factory=time.monotonic)
+    began_at: float = msgspec.field(default_factory=time.time)
     admitted_s: float | None = None
     opened_s: float | None = None
     first_byte_s: float | None = None
@@ -143,7 +141,7 @@ class RequestRecord:
     completion_tokens: int = 0
     cached_tokens: int = 0
     timing: Timing | None = None
-    transfer_bytes: dict[str, int] = field(default_factory=dict)
+    transfer_bytes: dict[str, int] = {}
     trace: RequestTrace | None = None
 
     def on_open(self, pair: Pair) -> None:
@@ -293,7 +291,8 @@ class Totals:
         self.prompt_tokens += record.prompt_tokens
         self.completion_tokens += record.completion_tokens
         self.cached_tokens += record.cached_tokens
-        self.transfer_bytes.update(record.transfer_bytes)
+        for part, count in record.transfer_bytes.items():
+            self.transfer_bytes[part] += count
         if record.timing is not None:
             for name, histogram in self.timing_s.items():
                 histogram.observe(getattr(record.timing, name))
