@@ -9,6 +9,7 @@ from common.errors import RequestError
 from node.fields import read_string, refuse
 
 MAX_NAME_CHARACTERS = 1024
+MAX_ITEMS = 10_000  # messages of a chat, parts of a message, calls in it
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _UNSUPPORTED = ("audio", "function_call")
 
@@ -17,8 +18,8 @@ Message = dict[str, Any]
 
 def read_messages(value: Any) -> list[Message]:
     """Role, content as one string, and what else templates read of a message. Raises RequestError naming the place."""
-    if not isinstance(value, list) or not value:
-        refuse("messages", value, "a list of at least one message")
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_ITEMS:
+        refuse("messages", value, f"a list of 1 to {MAX_ITEMS} messages")
     return [_read_message(f"messages[{i}]", item) for i, item in enumerate(value)]
 
 
@@ -50,6 +51,8 @@ def _read_content(path: str, value: Any) -> str:
     """A string, or the texts of a list of parts put together."""
     if not isinstance(value, list):
         return _read_text(path, value)
+    if len(value) > MAX_ITEMS:
+        refuse(path, f"{len(value)} parts", f"at most {MAX_ITEMS}")
     return "".join(_read_part(f"{path}[{i}]", part) for i, part in enumerate(value))
 
 
@@ -75,8 +78,8 @@ def _read_tool_calls(path: str, value: Any) -> list[Message]:
     """Calls that the model has made before. Their arguments, a JSON text for OpenAI, are an object for templates."""
     if value is None:
         return []
-    if not isinstance(value, list):
-        refuse(path, value, "a list of tool calls")
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
+        refuse(path, value, f"a list of at most {MAX_ITEMS} tool calls")
     return [_read_tool_call(f"{path}[{i}]", item) for i, item in enumerate(value)]
 
 

@@ -243,6 +243,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
+    ({"messages": HELLO * 10_001}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 10_001}]}, "messages[0].content"),
     ({"messages": ["hi"]}, "messages[0]"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
