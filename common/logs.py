@@ -9,11 +9,24 @@ import time
 
 def configure_logging(level: str, process: str) -> None:
     """level: a `logging` level name in any case. process: e.g. "prefill/rank0"."""
-    logging.basicConfig(
-        level=level.upper(),
-        format=f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine(f"%(asctime)s {process} %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class _OneLine(logging.Formatter):
+    """Messages quote what clients and peers say, an rid for example: no line break of theirs begins a line here."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
+
+
+def one_line(message: str) -> str:
+    """The same, with everything escaped that does not print."""
+    if message.isprintable():
+        return message
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
 
 
 class QuickLog:
