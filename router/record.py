@@ -169,7 +169,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
     def _read(self, sent: Sent) -> None:
         """The end of what was sent; of several sequences the sums, and the longest times."""
         if self.stream:
-            found = sent.finals or read_events(sent.last) or read_events(sent.before)[-1:]
+            found = sent.finals or (read_events(sent.last) or read_events(sent.before))[-1:]
         else:
             found = read_answer(sent.last)
         for meta in found:

@@ -100,12 +100,17 @@ async def test_a_json_answer_is_counted_with_what_it_says_of_itself(
     assert 0 <= entry["wait_s"] <= entry["opened_s"] <= entry["ttft_s"] <= entry["e2e_s"] < 10
 
 
-@pytest.mark.parametrize("done_apart", [False, True])
-async def test_a_stream_is_read_at_its_end_only(router: RunningRouter, decode: MockWorker, done_apart: bool) -> None:
-    """Also when [DONE] comes in a chunk of its own. What the other events say counts for nothing."""
-    first = answer_object(prompt_tokens=999, completion_tokens=999)
+@pytest.mark.parametrize("cut", ["done with the last", "done apart", "two with the last"])
+async def test_a_stream_is_read_at_its_end_only(router: RunningRouter, decode: MockWorker, cut: str) -> None:
+    """However it is cut into chunks. What the other events say counts for nothing."""
+    first = event(answer_object(prompt_tokens=999, completion_tokens=999))
     last, done = event(answer_object(**META)), b"data: [DONE]\n\n"
-    decode.script = streams(event(first), *((last, done) if done_apart else (last + done,)), gap_s=0.02)
+    chunks = {
+        "done with the last": (first, last + done),
+        "done apart": (first, last, done),
+        "two with the last": (first, first + last + done),
+    }
+    decode.script = streams(*chunks[cut], gap_s=0.02)
     assert (await router.generate(stream=True)).status_code == 200
     found = await scrape(router)
     assert found["tandem_router_prompt_tokens_total"] == 30
@@ -127,6 +132,26 @@ async def test_sequences_of_one_request_are_added_up(router: RunningRouter, deco
     assert found["tandem_router_prompt_tokens_total"] == 4 * 30
     assert found["tandem_router_transfer_bytes_total part=ssm"] == 4 * 50
     assert found["tandem_router_phase_seconds_sum phase=decode"] == pytest.approx(2 * 0.5), "the longest of each"
+
+
+async def test_openais_objects_say_the_same(router: RunningRouter, decode: MockWorker) -> None:
+    """In a stream with usage in every chunk only the last one counts."""
+    usage = {"prompt_tokens": 30, "completion_tokens": 5, "total_tokens": 35}
+    decode.script = answers({"choices": [], "usage": usage, "tandem": META})
+    chat = {"messages": [{"role": "user", "content": "hi"}], "model": "m"}
+    assert (await router.client.post("/v1/chat/completions", json=chat)).status_code == 200
+    so_far = event({"choices": [], "usage": {"prompt_tokens": 30, "completion_tokens": 4, "total_tokens": 34}})
+    end = event({"choices": [], "usage": usage, "tandem": META}) + b"data: [DONE]\n\n"
+    decode.script = streams(so_far, so_far + so_far + end)
+    assert (await router.client.post("/v1/completions", json={"prompt": "hi", "stream": True})).status_code == 200
+    decode.script = answers({"choices": [], "usage": usage})  # of a foreign node
+    assert (await router.client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
+    found = await scrape(router)
+    assert found["tandem_router_requests_total code=ok endpoint=/v1/chat/completions"] == 1
+    assert found["tandem_router_requests_total code=ok endpoint=/v1/completions"] == 2
+    assert found["tandem_router_prompt_tokens_total"] == 3 * 30
+    assert found["tandem_router_completion_tokens_total"] == 3 * 5
+    assert found["tandem_router_phase_seconds_count phase=prefill"] == 2
 
 
 @pytest.mark.parametrize(
