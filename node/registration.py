@@ -160,9 +160,11 @@ class Registrar:
 
 
 class _Said(msgspec.Struct):
-    """By a router. mismatches: of this node with others."""
+    """By a router. mismatches: of this node with others. state, reason: of this node as the router sees it."""
 
     error: dict[str, Any] = msgspec.field(default_factory=dict)
+    state: str = ""
+    reason: str = ""
     mismatches: list[str] = msgspec.field(default_factory=list)
 
 
@@ -174,7 +176,9 @@ def _said(answer: httpx.Response) -> _Said:
 
 
 def _news(answer: httpx.Response) -> str:
-    return "; ".join(["it has taken that", *_said(answer).mismatches])
+    said = _said(answer)
+    trouble = [f"but there it is dead: {said.reason}"] if said.state == "dead" else []
+    return "; ".join(["it has taken that", *trouble, *said.mismatches])
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -21,7 +21,7 @@ from common.errors import WorkerError
 from router.breaker import BreakerState, Verdict
 from router.client import REFUSED, UNREACHABLE, Network
 from router.loads import ask_all, read_loads, report_all
-from router.worker import Source, Worker
+from router.worker import ASKED, Source, Worker
 
 if TYPE_CHECKING:
     from router.workers import Workers
@@ -30,7 +30,7 @@ log = logging.getLogger("tandem.router")
 
 _SILENT_AFTER = 2
 _NO_CONNECTION = (REFUSED, UNREACHABLE)
-_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "unified": Role.UNIFIED, "null": Role.UNIFIED}
+_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 PROBE_LIMIT_S = 20.0
 """For one token, as at the nodes."""
 
@@ -116,10 +116,13 @@ class HealthChecks:
 
     async def _welcome(self, worker: Worker, instance: str | None) -> None:
         """Ask a worker that has just come up, or come back as another process, what it is before it gets requests."""
-        worker.alive, worker.reason = False, "asked what it is"
+        worker.alive, worker.reason = False, ASKED
         info = await self.ask(worker.url)
-        if info.node_role is not None and info.node_role is not worker.role:
+        if info.says is not None and info.node_role is not worker.role:
             self._on_other_role(worker, info)
+            return
+        if twin := self._twin(worker, instance):
+            self._mark_dead(worker, f"it is the same process as {twin.url}")
             return
         is_new = instance is None or instance != worker.instance
         worker.fingerprint, worker.handoff, worker.num_ranks = info.fingerprint, info.handoff, info.dp_size
@@ -134,14 +137,19 @@ class HealthChecks:
         log.info("%s worker %s is alive (state layout %s)", worker.role.value, worker.url, worker.fingerprint)
         self._workers.log_new_mismatches()
 
+    def _twin(self, worker: Worker, instance: str | None) -> Worker | None:
+        """A live worker that is the same process under another URL."""
+        others = (other for other in self._workers.all if other is not worker and other.alive)
+        return next((other for other in others if instance is not None and other.instance == instance), None)
+
     def _on_other_role(self, worker: Worker, info: ServerInfo) -> None:
         """Its node was started again as something else."""
         role = info.node_role
-        if role is Role.UNIFIED or (role is Role.PREFILL and info.bootstrap_port is None):
-            self._mark_dead(worker, f"it is a {info.role or info.disaggregation_mode} node, not {worker.role.value}")
-        elif role is not None:
-            log.info("%s worker %s is a %s worker now", worker.role.value, worker.url, role.value)
-            self._workers.move(worker, role, info.bootstrap_port)
+        if role is None or (role is Role.PREFILL and info.bootstrap_port is None):
+            self._mark_dead(worker, f"it says that it is {info.says}, not {worker.role.value}")
+            return
+        log.info("%s worker %s is a %s worker now", worker.role.value, worker.url, role.value)
+        self._workers.move(worker, role, info.bootstrap_port)
 
     async def ask(self, url: str) -> ServerInfo:
         """What a worker says of itself; nothing when it answers something else. Raises WorkerError."""
@@ -204,9 +212,14 @@ class ServerInfo(msgspec.Struct):
         self.bootstrap_port = self.bootstrap_port or self.disaggregation_bootstrap_port
 
     @property
+    def says(self) -> str | None:
+        """Its role in its own words, None when it tells none. SGLang's `null`: not disaggregated."""
+        return self.role or self.disaggregation_mode
+
+    @property
     def node_role(self) -> Role | None:
-        """None when it tells none."""
-        return _ROLES.get(self.role or self.disaggregation_mode or "")
+        """None when it tells none, or one that has no place behind a router."""
+        return _ROLES.get(self.says or "")
 
 
 def _server_info(body: bytes) -> ServerInfo:

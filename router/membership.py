@@ -125,12 +125,12 @@ class Membership:
             raise WorkerError(message, code=error.code, param="url") from error
 
     def _identity(self, asked: Registration, info: ServerInfo) -> tuple[Role, int | None]:
-        role = asked.role or info.node_role
-        if role is None or role is Role.UNIFIED:
-            says = "it does not tell its role" if role is None else "it is a unified node, which serves alone"
-            raise RequestError(f"role: {says}: prefill or decode", param="role")
-        if info.node_role not in (None, role):
-            raise RequestError(f"role: {asked.url} says that it is {info.node_role}, not {role}", param="role")
+        role = info.node_role
+        if info.says is not None and (role is None or asked.role not in (None, role)):
+            raise RequestError(f"role: {asked.url} says that it is {info.says}, not {_wanted(asked)}", param="role")
+        role = role or asked.role
+        if role is None:
+            raise RequestError(f"role: {asked.url} does not tell it: prefill or decode", param="role")
         port = asked.bootstrap_port or info.bootstrap_port
         if role is Role.PREFILL and port is None:
             raise RequestError("bootstrap_port: it does not tell it; give it", param="bootstrap_port")
@@ -248,6 +248,10 @@ class Membership:
             worker = make_worker(entry.role, WorkerAddress(url=url, bootstrap_port=entry.bootstrap_port))
             worker.source, worker.since_unix_s = entry.source, entry.since
             self._workers.add(worker)
+
+
+def _wanted(asked: Registration) -> str:
+    return "prefill or decode" if asked.role is None else asked.role.value
 
 
 def _says_nothing_new(asked: Registration, known: Worker) -> bool:

@@ -44,13 +44,13 @@ class StateFile:
     """Raises ConfigError for a file that cannot be read or written."""
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path)
+        self._path = Path(path).resolve()  # a link stays one
         self._seen: tuple[int, ...] | None = None
         with self._locked():
             pass
 
     def read(self) -> Kept:
-        """Nothing when there is no file yet. Raises ConfigError when it makes no sense."""
+        """Nothing when there is no file yet, or an empty one. Raises ConfigError when it makes no sense."""
         self._seen = self._signature()
         try:
             data = self._path.read_bytes()
@@ -58,6 +58,8 @@ class StateFile:
             return Kept()
         except OSError as error:
             raise self._error(error.strerror or str(error)) from error
+        if not data:
+            return Kept()
         try:
             kept = msgspec.json.decode(data, type=Kept)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -15,6 +15,10 @@ from common.urls import url_host
 from router.breaker import Breaker, BreakerState
 from router.targets import Target, make_targets
 
+NOT_CHECKED = "not checked yet"
+ASKED = "asked what it is"
+"""Reasons of a worker that has just come."""
+
 
 class Source(enum.StrEnum):
     """How a worker came: named on the command line, added by an administrator, or registered by itself."""
@@ -49,7 +53,7 @@ class Worker:
     resumes: bool = False
     num_ranks: int = 1
     instance: str | None = None
-    reason: str = "not checked yet"
+    reason: str = NOT_CHECKED
     unanswered: int = 0
     num_legs: int = 0
     used_s: float = field(default_factory=time.monotonic)
@@ -95,11 +99,11 @@ class Worker:
 
     @property
     def state(self) -> str:
-        """draining, dead, open, half_open, ejected or alive."""
+        """draining, joining, dead, open, half_open, ejected or alive."""
         if self.is_leaving:
             return "draining"
         if not self.alive:
-            return "dead"
+            return "joining" if self.reason in (NOT_CHECKED, ASKED) else "dead"
         if self.breaker.state is not BreakerState.CLOSED:
             return self.breaker.state.value
         return "ejected" if self.is_ejected else "alive"

@@ -20,7 +20,7 @@ from router.health import HealthChecks
 from router.leg_outcome import LegEnd, LegOutcome
 from router.outliers import OutlierLimits, Outliers
 from router.pairing import Pair, Pairing, Possible
-from router.worker import Worker, make_worker
+from router.worker import ASKED, Worker, make_worker
 
 if TYPE_CHECKING:
     from router.legs import Leg
@@ -110,7 +110,7 @@ class Workers:
     def move(self, worker: Worker, role: Role, bootstrap_port: int | None) -> None:
         """Its node has another role now. It is welcomed anew before it gets requests."""
         worker.role, worker.bootstrap_port, worker.instance = role, bootstrap_port, None
-        worker.alive, worker.reason = False, "asked what it is"
+        worker.alive, worker.reason = False, ASKED
         worker.breaker.reset()
         self._set(worker, role)
         worker.check_now.set()

@@ -155,11 +155,13 @@ def test_a_refusal_is_told_once_with_its_reason(model_path: str, tmp_path: Path)
 
 def test_a_mismatch_is_told(model_path: str, tmp_path: Path) -> None:
     with fake_router() as (router, url):
-        router.answer = {"mismatches": ["http://a has state layout f0, http://b has f1"]}
+        mismatch = "http://a has state layout f0, http://b has f1"
+        router.answer = {"state": "dead", "reason": "no connection", "mismatches": [mismatch]}
         config = registering(node_config(model_path, Role.DECODE), url)
         with fake_node(config, tmp_path / "log"):
             wait_for(lambda: len(router.said) >= 2)
-        assert "it has taken that; http://a has state layout f0, http://b has f1" in (tmp_path / "log").read_text()
+        said = f"it has taken that; but there it is dead: no connection; {mismatch}"
+        assert said in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b"{", b"\xff", b'{"error": []}', b'{"mismatches": 5}'])

@@ -144,7 +144,7 @@ async def test_a_worker_that_says_otherwise(router: RunningRouter, four: list[Mo
     answers = [await add(router, four[0]), await router.client.post("/workers", json={"url": four[1].url})]
     assert [answer.status_code for answer in answers] == [400, 400]
     assert "says that it is decode, not prefill" in answers[0].json()["error"]["message"]
-    assert "unified node, which serves alone" in answers[1].json()["error"]["message"]
+    assert "says that it is unified, not prefill or decode" in answers[1].json()["error"]["message"]
     four[2].info = {}
     answer = await router.client.post("/workers", json={"url": four[2].url})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "role")
@@ -162,6 +162,25 @@ async def test_a_worker_that_is_not_there_yet_joins_when_it_comes(router: Runnin
     await late.start()
     await router.until_alive()
     await late.stop()
+
+
+async def test_a_router_is_no_worker(router: RunningRouter) -> None:
+    answer = await router.client.post("/workers", json={"url": router.url, "role": "decode"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "role")
+    assert "says that it is router, not decode" in answer.json()["error"]["message"]
+
+
+async def test_one_process_under_two_urls_is_one_worker(router: RunningRouter, decode: MockWorker) -> None:
+    """As when a flag says localhost and the node registers with its address."""
+    decode.instance = "one"
+    other_url = decode.url.replace("127.0.0.1", "localhost")
+    await router.client.post("/workers", json={"url": other_url, "role": "decode", "instance": "one"})
+    await router.until(lambda: sum(w.alive for w in router.state.workers.decode) == 1)
+    await router.until(lambda: any("the same process as" in w.reason for w in router.state.workers.decode))
+    assert (await router.generate()).status_code == 200
+    twin = next(w for w in router.state.workers.decode if w.alive)
+    await router.client.delete("/workers", params={"url": twin.url})
+    await router.until(lambda: [w.alive for w in router.state.workers.decode] == [True])
 
 
 # Layouts
@@ -378,7 +397,7 @@ async def test_a_worker_takes_another_role(router: RunningRouter, four: list[Moc
 async def test_a_worker_that_is_unified_now_gets_no_requests(router: RunningRouter, decode: MockWorker) -> None:
     decode.info, decode.instance = {"role": "unified"}, "two"
     await router.until(lambda: not router.state.workers.has_pair())
-    assert (await listed(router))[decode.url]["reason"] == "it is a unified node, not decode"
+    assert (await listed(router))[decode.url]["reason"] == "it says that it is unified, not decode"
 
 
 # The state file
@@ -459,6 +478,16 @@ def test_a_broken_state_file_is_refused_at_start(tmp_path: Path, content: str, s
     with pytest.raises(ConfigError, match=said) as caught:
         create_app(RouterConfig(state_file=str(path)))
     assert caught.value.param == "state_file" and f"--state-file {path}" in caught.value.message
+
+
+async def test_an_empty_state_file_and_one_behind_a_link(tmp_path: Path, decode: MockWorker) -> None:
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.touch()
+    link.symlink_to(real)
+    async with run_router(empty(state_file=str(link))) as router:
+        await add(router, decode)
+        kept = json.loads(real.read_bytes())
+    assert link.is_symlink() and list(kept["workers"]) == [decode.url]
 
 
 def test_a_state_file_that_cannot_be(tmp_path: Path) -> None:
