@@ -4,7 +4,7 @@ import { bytes, count, median, parts, seconds, uptime } from "./waterfall.js";
 const EVERY_MS = 1000, LIMIT_MS = 3000, HISTORY = 60, KEY = "tandem-key";
 const $ = (id) => document.getElementById(id);
 const GONE = ["client_disconnected", "aborted"];
-const GOOD = ["alive"], WARN = ["half_open", "ejected", "draining"];
+const GOOD = ["alive"], WARN = ["joining", "half_open", "ejected", "draining"];
 
 // Elements
 
