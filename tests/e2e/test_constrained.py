@@ -367,6 +367,23 @@ def test_samples_of_one_prompt_follow_the_grammar_each(shared_stack: Stack) -> N
     assert all(re.fullmatch("[a-z]{6}[0-9]", text) for text in texts) and len(set(texts)) > 1
 
 
+def test_each_prompt_of_a_batch_has_its_own_grammar(shared_stack: Stack) -> None:
+    sampling = [{"regex": "[0-9]{4}"}, {"max_new_tokens": 3}, {"json_schema": {"enum": ["x", 7]}}]
+    answers = generate(shared_stack.router.url, {"text": ["a", "b", "c"], "sampling_params": sampling}).json()
+    assert re.fullmatch("[0-9]{4}", answers[0]["text"]) and answers[1]["meta_info"]["completion_tokens"] == 3
+    assert json.loads(answers[2]["text"]) in ("x", 7)
+
+
+def test_a_node_goes_on_with_a_constrained_answer_that_another_has_begun(shared_stack: Stack) -> None:
+    body = {"text": "a", "sampling_params": {"regex": "[a-z ]{30}[0-9]{3}", "temperature": 0}}
+    whole = generate(shared_stack.decode.url, body).json()
+    begun = whole["output_ids"][:7]
+    again = generate(shared_stack.decode.url, {**body, "resume": {"output_ids": begun}}).json()
+    assert again["output_ids"] == whole["output_ids"] and re.fullmatch("[a-z ]{30}[0-9]{3}", again["text"])
+    refused = generate(shared_stack.decode.url, {**body, "resume": {"output_ids": [*begun, *begun[:1], EOS]}})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "grammar_failed")
+
+
 def test_a_stream_of_a_constrained_answer_ends_complete(shared_stack: Stack) -> None:
     body = {"text": "a", "stream": True, "sampling_params": {"regex": "[a-z]{20}", "temperature": 1}}
     with httpx.stream("POST", f"{shared_stack.router.url}/generate", json=body, timeout=60) as response:

@@ -7,15 +7,18 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import psutil
 import pytest
 import pytest_asyncio
 
+from common.config import Role
 from common.errors import CapacityError, RequestError
 from node import grammars
 from node.grammars import CPU_S, MAX_REMEMBERED, GrammarChecker, Settings
 from node.sampling_fields import GrammarSource, read_sampling
+from tests.node.conftest import FakeNode, fake_node, node_config
 from tests.support.grammars import EOS, VOCAB
 from tests.support.stack import MODEL
 
@@ -168,3 +171,26 @@ async def test_a_model_whose_tokenizer_is_not_known_refuses_every_grammar() -> N
         assert "tokenizer" in (await refusal(checker, "regex", "a")).message
     finally:
         await checker.close()
+
+
+# -- in a node ---------------------------------------------------------------------------------------------------------
+
+
+def checkers(node: FakeNode) -> list[psutil.Process]:
+    return [child for child in node.ranks() if "node.grammar_check" in child.cmdline()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_it_starts_with_the_first_grammar_and_ends_with_its_node(
+    model_path: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    with fake_node(node_config(model_path, Role.UNIFIED), tmp_path / "log") as node:
+        assert node.post({"text": "a"}).status_code == 200 and not checkers(node)
+        for _ in range(2):
+            assert node.post({"text": "a", "sampling_params": {"regex": "a"}}).status_code == 200
+        refused = node.post({"text": "a", "sampling_params": {"regex": "[a"}})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "sampling_params.regex")
+        (checker,) = checkers(node)
+        node.process.send_signal(number)
+        node.process.wait(20)
+        checker.wait(10)
