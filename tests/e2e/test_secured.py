@@ -32,10 +32,12 @@ LONG: dict[str, Any] = {"max_new_tokens": 4000, "temperature": 0, "ignore_eos": 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Secured:
-    """client: asks the router's public port; admin: its other one. Neither has a key by itself."""
+    """client: asks the router's public port; admin: its other one. Neither has a key by itself. shows: as trust, with a
+    certificate, which the nodes ask for."""
 
     folder: Path
     trust: ssl.SSLContext
+    shows: ssl.SSLContext
     router: Server
     prefill: Server
     decode: Server
@@ -74,7 +76,7 @@ def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ca_file, tls = certificate(folder)
     node_keys = secret_file(folder, "nodes", f"admin router {NODES}\n")
     shut = [*tls, "--log-level", request.param]
-    nodes = [*shut, "--api-key-file", node_keys]
+    nodes = [*shut, "--api-key-file", node_keys, "--ssl-ca-certs", ca_file]
     nodes += ["--cluster-key-file", secret_file(folder, "cluster", CLUSTER), "--transport", "loopback"]
     port, admin_port, bootstrap_port = free_port(), free_port(), free_port()
     with ExitStack() as exits:
@@ -85,12 +87,20 @@ def secured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         options += ["--api-key-file", secret_file(folder, "keys", f"user ann {USER}\nadmin root {ADMIN}\n")]
         options += ["--worker-api-key-file", node_keys, "--worker-ca-file", ca_file]
         router = exits.enter_context(running("router", options, f"https://127.0.0.1:{port}", folder))
-        trust = ssl.create_default_context(cafile=ca_file)
+        trust, shows = ssl.create_default_context(cafile=ca_file), ssl.create_default_context(cafile=ca_file)
+        shows.load_cert_chain(folder / "cert.pem", folder / "key.pem")
         client = exits.enter_context(httpx.Client(base_url=router.url, verify=trust, timeout=60))
         admin = exits.enter_context(httpx.Client(base_url=f"https://127.0.0.1:{admin_port}", verify=trust, timeout=60))
         wait_healthy(router, client)
         yield Secured(
-            folder=folder, trust=trust, router=router, prefill=prefill, decode=decode, client=client, admin=admin
+            folder=folder,
+            trust=trust,
+            shows=shows,
+            router=router,
+            prefill=prefill,
+            decode=decode,
+            client=client,
+            admin=admin,
         )
 
 
@@ -151,7 +161,9 @@ def test_the_administration_has_its_own_port(secured: Secured) -> None:
 @pytest.mark.parametrize("which", ["prefill", "decode"])
 def test_nodes_let_in_who_has_their_key(secured: Secured, which: str) -> None:
     url = https(getattr(secured, which))
-    with httpx.Client(base_url=url, verify=secured.trust, timeout=30) as client:
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{url}/health", verify=secured.trust, timeout=30)
+    with httpx.Client(base_url=url, verify=secured.shows, timeout=30) as client:
         assert client.get("/health").status_code == 200
         for path in ("/server_info", "/metrics", "/debug/state", "/flush_cache", "/generate", "/v1/models"):
             for headers in ({}, bearer(WRONG), bearer(USER), bearer(ADMIN)):
@@ -182,9 +194,9 @@ def test_rooms_are_not_a_clients_to_choose(secured: Secured) -> None:
         {"resume": {"output_ids": [1]}},
     ]
     bodies: dict[str, dict[str, Any]] = {
-        "/generate": {"text": PROMPT},
-        "/v1/completions": {"prompt": PROMPT},
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
+        "/generate": {"text": PROMPT, "sampling_params": {"max_new_tokens": 2}},
+        "/v1/completions": {"prompt": PROMPT, "max_tokens": 2},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2},
     }
     for path, body in bodies.items():
         for more in fields:

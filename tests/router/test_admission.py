@@ -60,13 +60,22 @@ async def ask_and_wait(
     return task
 
 
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"text": "x"}),
+    ("/generate", {"text": "x", "stream": True}),
+    ("/v1/completions", {"prompt": "x"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream": True}),
+]
+
+
 async def test_what_is_beyond_places_and_line_is_refused_at_once(
     narrow: RunningRouter, decode: MockWorker, gate: Gate
 ) -> None:
     asked = [await ask_and_wait(narrow, 1, i, rid=f"r{i}") for i in range(3)]
-    for path, body in (("/generate", {"text": "x"}), ("/generate", {"text": "x", "stream": True})):
+    for path, body in BODIES:
         refused = await narrow.client.post(path, json=body)
         error = refused.json()["error"]
+        assert set(error) == {"message", "type", "param", "code", "retryable"}, "OpenAI's shape, and one word more"
         assert (refused.status_code, error["code"], error["type"]) == (429, "queue_full", "capacity_error")
         assert error["retryable"] and refused.headers["retry-after"] == "1"
     for i in range(3):
@@ -75,7 +84,7 @@ async def test_what_is_beyond_places_and_line_is_refused_at_once(
         gate.let()
     assert [(await task).status_code for task in asked] == [200] * 3
     await narrow.until(lambda: (admission(narrow).num_running, admission(narrow).num_waiting) == (0, 0))
-    assert admission(narrow).rejected == {"queue_full": 2}
+    assert admission(narrow).rejected == {"queue_full": len(BODIES)}
 
 
 async def test_whoever_leaves_the_line_leaves_no_trace(narrow: RunningRouter, decode: MockWorker, gate: Gate) -> None:
@@ -112,8 +121,9 @@ async def test_whoever_waits_can_be_aborted(narrow: RunningRouter, decode: MockW
 
 async def test_the_deadline_holds_in_the_line_too(narrow: RunningRouter, decode: MockWorker, gate: Gate) -> None:
     first = await ask_and_wait(narrow, 1, 0)
-    late = await narrow.client.post("/generate", json={"text": "x"}, headers={"x-request-timeout-s": "0.2"})
-    assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+    for path, body in BODIES:
+        late = await narrow.client.post(path, json=body, headers={"x-request-timeout-s": "0.1"})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
     assert admission(narrow).num_waiting == 0
     gate.let()
     assert (await first).status_code == 200
