@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import trustme
 
@@ -132,6 +133,23 @@ def test_with_the_right_keys_it_serves(secured: Secured) -> None:
     assert sum(answer.json()["meta_info"]["transfer_bytes"].values()) > 0  # handed over, not made by decode alone
     events = ask(secured, stream=True).text.split("\n\n")
     assert len(events) > 3 and events[-2] == "data: [DONE]"
+
+
+def test_openais_client_meets_its_own_errors(secured: Secured) -> None:
+    def models(key: str) -> list[Any]:
+        with openai.OpenAI(
+            base_url=f"{secured.router.url}/v1",
+            api_key=key,
+            max_retries=0,
+            http_client=httpx.Client(verify=secured.trust, timeout=30),
+        ) as client:
+            return list(client.models.list())
+
+    assert len(models(USER)) == 1
+    with pytest.raises(openai.AuthenticationError) as refused:
+        models(WRONG)
+    assert (refused.value.code, refused.value.status_code) == ("invalid_api_key", 401)
+    assert WRONG not in str(refused.value)
 
 
 def test_without_tls_nobody_answers(secured: Secured) -> None:
