@@ -7,8 +7,7 @@ import json
 from typing import Any
 
 from common.reasoning import CLOSE, OPEN, opens_thinking
-from common.response_format import ANY_OBJECT
-from common.tools import ToolFormat, ToolRequest
+from common.tools import Tool, ToolFormat, ToolRequest
 
 GRAMMARS = frozenset({"json_schema", "ebnf"})  # the fields of `sampling_params` that constrain an answer here
 MAX_FORCED_CALLS = 16
@@ -46,24 +45,42 @@ def constraints(
     if thought is not Thought.NONE:
         markers += [OPEN, CLOSE]
     fields: dict[str, Any] = {"skip_special_tokens": False} if special_tokens.intersection(markers) else {}
-    if schema is None and not tools.is_forced:
-        return fields
     if schema is not None and thought is Thought.NONE and not tools.tools:
         return {**fields, "json_schema": schema}
-    return {**fields, "ebnf": _grammar(schema, tools, form, thought, special_tokens)}
+    answers = _answers(schema, tools, form)
+    if not answers:
+        return fields
+    return {**fields, "ebnf": _grammar(answers, schema, tools, form, thought, special_tokens)}
+
+
+def _answers(schema: str | None, tools: ToolRequest, form: ToolFormat) -> list[str]:
+    """Rules of the grammar, one of which the answer follows: answer (of the schema), calls, or text with calls in it.
+    None: it may be anything."""
+    if tools.is_forced:
+        return ["calls"]
+    if schema is not None:
+        return ["answer", "calls"] if tools.tools else ["answer"]
+    is_strict = any(tool.strict for tool in tools.tools) and form is not ToolFormat.PLAIN
+    return ["text"] if is_strict else []
 
 
 def _grammar(
-    schema: str | None, tools: ToolRequest, form: ToolFormat, thought: Thought, special_tokens: frozenset[str]
+    answers: list[str],
+    schema: str | None,
+    tools: ToolRequest,
+    form: ToolFormat,
+    thought: Thought,
+    special_tokens: frozenset[str],
 ) -> str:
     """In llguidance's variant of Lark."""
-    answers = ["calls"] if tools.is_forced else ["answer", "calls"] if tools.tools else ["answer"]
     rules = [f"start: {_before(thought)} ({' | '.join(answers)})"]
     if thought is not Thought.NONE:
         rules += _thought_rules(thought, special_tokens)
-    if "answer" in answers:
-        rules.append(f"answer: %json {_json(json.loads(schema or ANY_OBJECT))}")
-    if "calls" in answers:
+    if schema is not None and "answer" in answers:
+        rules.append(f"answer: %json {_json(json.loads(schema))}")
+    if "text" in answers:
+        rules += _text_rules(form, special_tokens)
+    if answers != ["answer"]:
         rules += _call_rules(tools, form, special_tokens)
     return "\n".join(rules) + "\n"
 
@@ -83,24 +100,46 @@ def _thought_rules(thought: Thought, special_tokens: frozenset[str]) -> list[str
     ]
 
 
+def _text_rules(form: ToolFormat, special_tokens: frozenset[str]) -> list[str]:
+    """Text in which what begins like a call is one. (Where only one is wanted, the others are not looked for.)"""
+    begin, end = _markers(form, special_tokens)
+    if form.markers[0] in special_tokens:
+        return [f"text: (TEXT? {begin} inside {end})* TEXT?", r"TEXT: /(.|\n)+/"]
+    return [
+        "text: part* TEXT",
+        f"part: head inside {end}",
+        f"head[lazy]: TEXT {begin}",
+        r"TEXT: /(.|\n)*/",
+    ]
+
+
 def _call_rules(tools: ToolRequest, form: ToolFormat, special_tokens: frozenset[str]) -> list[str]:
-    begin, end = (_terminal(marker, special_tokens) if marker else "" for marker in form.markers)
+    """Nothing but calls."""
+    begin, end = _markers(form, special_tokens)
     more = MAX_FORCED_CALLS - 1 if tools.parallel and tools.named is None else 0
-    one = " | ".join(f"call_{i}" for i in range(len(tools.callable)))
     match form:
         case ToolFormat.HERMES:
-            calls = [
-                f'calls: wrapped ("\\n" wrapped){{0,{more}}}' if more else "calls: wrapped",
-                f'wrapped: {begin} "\\n" call "\\n" {end}',
-            ]
+            repeated = f' ("\\n" {begin} inside {end}){{0,{more}}}' if more else ""
+            inside = '"\\n" call "\\n"'
         case ToolFormat.NEMOTRON | ToolFormat.PLAIN:
-            repeated = f' (", " call){{0,{more}}}' if more else ""
-            calls = [f'calls: {begin} "[" call{repeated} "]" {end}']
+            repeated = ""
+            inside = f'"[" call (", " call){{0,{more}}} "]"' if more else '"[" call "]"'
     bodies = [
-        f"call_{i}: {json.dumps(_head(tool.name))} %json {_json(tool.parameters)} {json.dumps('}')}"
+        f"call_{i}: {json.dumps(_head(tool.name))} %json {_json(_parameters(tool, tools))} {json.dumps('}')}"
         for i, tool in enumerate(tools.callable)
     ]
-    return [*calls, f"call: {one}", *bodies]
+    one = " | ".join(f"call_{i}" for i in range(len(tools.callable)))
+    return [f"calls: {begin} inside {end}{repeated}", f"inside: {inside}", f"call: {one}", *bodies]
+
+
+def _parameters(tool: Tool, tools: ToolRequest) -> dict[str, Any]:
+    """What arguments have to follow: in a call that the model chose, a schema that is not strict is advice."""
+    return tool.parameters if tool.strict or tools.is_forced else {"type": "object"}
+
+
+def _markers(form: ToolFormat, special_tokens: frozenset[str]) -> tuple[str, str]:
+    begin, end = form.markers
+    return (_terminal(begin, special_tokens), _terminal(end, special_tokens)) if begin else ("", "")
 
 
 def _json(schema: dict[str, Any]) -> str:

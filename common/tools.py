@@ -45,10 +45,12 @@ class ToolFormat(enum.StrEnum):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call. parameters: JSON schema of its arguments."""
+    """A function that the model may call. parameters: JSON schema of its arguments, which hold always if strict, else
+    in calls that are forced."""
 
     name: str
     parameters: dict[str, Any]
+    strict: bool = False
 
 
 class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +128,8 @@ def _read_tool(where: str, value: Any) -> Tool:
     for field, kind in (("description", str), ("strict", bool)):
         if function.get(field) is not None and not isinstance(function[field], kind):
             raise _refused(f"{where}.function.{field}", f"it must be a {'string' if kind is str else 'boolean'}")
-    return Tool(name=name, parameters={"type": "object", **(parameters or {})})
+    schema = {"type": "object", **(parameters or {})}
+    return Tool(name=name, parameters=schema, strict=function.get("strict") is True)
 
 
 def _refused(param: str, reason: str) -> RequestError:

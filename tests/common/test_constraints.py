@@ -130,6 +130,24 @@ def test_white_space_is_bounded_unless_the_schema_sets_its_own() -> None:
         assert trial.takes(prefix + "[1,  1]") and not trial.takes(prefix + "[1, 1]")
 
 
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("form", [ToolFormat.HERMES, ToolFormat.NEMOTRON])
+def test_what_begins_like_a_call_of_strict_tools_is_one(form: ToolFormat, special: bool) -> None:
+    (f, g), (one, two) = TOOLS, CALLS[form]
+    strict = [{"type": "function", "function": {**f["function"], "strict": True}}, g]
+    tools = read_tools({"tools": strict})
+    trial = Trial(constraints(None, tools, form, Thought.NONE, special_tokens(special)), special)
+    for good in ("", "Hello\n< é", one % F, f"Hm. {one % G}", f"a\n{one % F} then", two % (F, G)):
+        assert trial.takes(good), good
+    assert trial.takes(f"x {one % F} y {one % G} z")
+    wrong = (one % '{"name": "f", "arguments": {"a": "x"}}', one % '{"name": "h", "arguments": {}}', one[:14] + "x")
+    assert not any(map(trial.takes, wrong))
+    assert trial.takes(one % '{"name": "g", "arguments": {"anything": [1]}}'), "not strict"
+    opened = Trial(constraints(None, tools, form, Thought.OPEN, special_tokens(special)), special)
+    assert opened.takes(f"I could.</think>Hi {one % F}") and not opened.takes("I could.")
+    assert not opened.takes(f"x</think>{one[:14]}x")
+
+
 def test_a_free_answer_has_no_grammar_but_its_markers_are_shown() -> None:
     auto, nothing = read_tools({"tools": TOOLS}), special_tokens(False)
     assert constraints(None, NO_TOOLS, ToolFormat.PLAIN, Thought.NONE, special_tokens(True)) == {}

@@ -142,6 +142,13 @@ def test_a_call_that_the_model_chose_is_found(clients: tuple[openai.OpenAI, ...]
     assert [call["name"] for call in calls] == ["get_time"]
 
 
+def test_strict_tools_leave_an_answer_without_calls_free(clients: tuple[openai.OpenAI, ...]) -> None:
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    for client in clients:
+        choice = chat(client, tools=strict, max_tokens=20).choices[0]
+        assert choice.message.content and choice.message.tool_calls is None
+
+
 def test_without_tools_or_with_none_a_call_is_text(clients: tuple[openai.OpenAI, ...]) -> None:
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         choice = chat(clients[0], regex=AUTO, **fields).choices[0]
