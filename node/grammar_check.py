@@ -31,24 +31,37 @@ NUM_TRIED_TOKENS = 64
 def check(tokens: LLTokenizer, question: Question) -> Verdict:
     try:
         text = _FORMS[question.kind](question.text)
-        _follow(compile_grammar(tokens, text))
+        _follow(compile_grammar(tokens, text), tokens.eos_tokens)
     except (GrammarError, ValueError, KeyError, TypeError, RecursionError) as error:
         return Verdict(error=_reason(error))
     return Verdict(text=text)
 
 
-def _follow(matcher: LLMatcher) -> None:
+def _follow(matcher: LLMatcher, eos_ids: list[int]) -> None:
     """Make an answer of the first tokens at random. Raises GrammarError where that ends in nothing."""
     choice = random.Random(0)
     for _ in range(NUM_TRIED_TOKENS):
-        mask = matcher.compute_bitmask()
+        mask = bytearray(matcher.compute_bitmask())
         if matcher.is_error():
-            raise GrammarError(matcher.get_error())
-        if matcher.is_stopped():
+            raise GrammarError(f"no answer follows it: {matcher.get_error()}")
+        can_end = matcher.is_accepting()
+        for eos_id in eos_ids:
+            mask[eos_id // 8] &= ~(1 << eos_id % 8)
+        token_id = _any_of(bytes(mask), choice)
+        if token_id is None and can_end:
             return
-        allowed = [8 * i + bit for i, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
-        if not allowed or not matcher.consume_token(choice.choice(allowed)):
-            raise GrammarError(f"no answer follows it {matcher.get_error()}")
+        if token_id is None or not matcher.consume_token(token_id):
+            raise GrammarError(f"no answer follows it: {matcher.get_error()}")
+
+
+def _any_of(mask: bytes, choice: random.Random) -> int | None:
+    """One of the tokens of a mask. As fast as bytes are searched: a vocabulary has a hundred thousand tokens or two."""
+    start = choice.randrange(len(mask))
+    for offset, part in ((start, mask[start:]), (0, mask)):
+        if rest := part.lstrip(b"\0"):
+            at = offset + len(part) - len(rest)
+            return 8 * at + choice.choice([bit for bit in range(8) if rest[0] >> bit & 1])
+    return None
 
 
 def _from_schema(text: str) -> str:
