@@ -28,14 +28,16 @@ CARD: Options = {
 Figures = dict[str, Any]
 
 
-def router(model: Path, vocabulary: int, options: Options = CARD, rates: Sequence[float] = RATES) -> Figures:
+def router(
+    model: Path, vocabulary: int, options: Options = CARD, rates: Sequence[float] = RATES, seconds: float = SECONDS
+) -> Figures:
     """By way and rate: TTFT and ITL of requests of LENGTH tokens that get NEW_TOKENS, arriving at random."""
     with tempfile.TemporaryDirectory() as folder, fleet(Path(folder)) as servers:
         start(servers, {**options, "model-path": model})
         figures: Figures = {}
         for rate in rates:
             for name in ("unified", "router"):
-                figures[f"{name} at {rate:g}/s"] = asyncio.run(at_rate(servers.url(name), vocabulary, rate))
+                figures[f"{name} at {rate:g}/s"] = asyncio.run(at_rate(servers.url(name), vocabulary, rate, seconds))
         return figures
 
 
@@ -46,7 +48,7 @@ def start(servers: Fleet, options: Options) -> None:
     servers.wait(servers.names(), 150)
 
 
-async def at_rate(url: str, vocabulary: int, rate: float, seconds: float = SECONDS) -> Figures:
+async def at_rate(url: str, vocabulary: int, rate: float, seconds: float) -> Figures:
     prompts, times = load.Prompts(vocabulary, 3), load.arrivals(rate, seconds, seed=13)
     bodies = iter([load.body_of(prompts(LENGTH), NEW_TOKENS) for _ in times])
     async with load.session(60) as client:

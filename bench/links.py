@@ -193,6 +193,7 @@ def receive(name: str, device: str, model: str, dtype: str, *tokens: str) -> Non
     for line in sys.stdin:
         numbers = [int(word) for word in line.split()[1:]]
         places = list(zip(numbers[::2], numbers[1::2], strict=True))
+        transport.settle()
         print(json.dumps({"digest": _digest(_memory(pools), places)}), flush=True)
 
 

@@ -26,7 +26,14 @@ def figures(out: Path) -> dict[str, Any]:
     return found
 
 
-def test_rows_are_measured_written_and_not_repeated(tmp_path: Path) -> None:
+def run_here(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["bench/two_gpus.py", "--device", "cpu", "--out", str(out), *arguments])
+    return two_gpus.main()
+
+
+def test_rows_are_measured_written_and_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     done = run(tmp_path, "--rows", "links,first tcp")
     assert done.returncode == 0, done.stderr
     found = figures(tmp_path)
@@ -37,9 +44,8 @@ def test_rows_are_measured_written_and_not_repeated(tmp_path: Path) -> None:
     one = found["first tcp"]["1 x 64"]
     assert one["tcp_mb"] > 0.5 > one["unified_mb"] and one["tcp_more_ms"] == round(one["tcp_ms"] - one["unified_ms"], 2)
     assert found["made"]["links"]["took_s"] > 0
-    again = run(tmp_path, "--rows", "links,first tcp", "--resume")
-    assert again.returncode == 0 and figures(tmp_path) == found
-    assert "== links" in again.stdout
+    assert run_here(monkeypatch, tmp_path, "--rows", "links,first tcp", "--resume") == 0
+    assert figures(tmp_path) == found and "== links" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -74,9 +80,12 @@ def test_a_row_that_fails_is_told_and_those_after_it_run(monkeypatch: pytest.Mon
     assert found["good"] == {"a": 1} and figures(tmp_path) == found
 
 
-def test_unknown_rows_are_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, "--rows", "links,nonsense")
-    assert done.returncode == 2 and "nonsense: no such row" in done.stderr
+def test_unknown_rows_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run_here(monkeypatch, tmp_path, "--rows", "links,nonsense")
+    assert "nonsense: no such row" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
 
