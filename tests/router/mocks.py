@@ -47,12 +47,16 @@ class MockWorker:
         self.script: Callable[[MockWorker, web.Request, dict[str, Any]], Awaitable[web.StreamResponse]] = answer_at_once
         self.bodies: list[dict[str, Any]] = []
         self.raw: list[bytes] = []
+        self.paths: list[str] = []
         self.aborts: list[dict[str, Any]] = []
         self.cut_off = 0
         self.probe_status = 200
         self.probes = 0
         self.flush_status = 200
         self.flushes = 0
+        self.infos = 0
+        self.info_delay_s = 0.0
+        self.info_body: bytes | None = None
         self._runner: web.AppRunner | None = None
         self._stopping: asyncio.Task[None] | None = None
 
@@ -97,6 +101,7 @@ class MockWorker:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         self.raw.append(raw)
+        self.paths.append(request.path)
         self.bodies.append(json.loads(raw))
         try:
             return await self.script(self, request, self.bodies[-1])
@@ -124,6 +129,10 @@ class MockWorker:
         return web.json_response({}, status=self.probe_status)
 
     async def _server_info(self, _: web.Request) -> web.Response:
+        self.infos += 1
+        await asyncio.sleep(self.info_delay_s)
+        if self.info_body is not None:
+            return web.Response(body=self.info_body)
         info = {
             "fingerprint": self.fingerprint,
             "handoff": self.handoff,

@@ -11,6 +11,7 @@ import pytest
 from common.errors import RequestError, WorkerError
 from router.logprobs import merger
 from router.openai import CHAT, TEXT, parse_chat, parse_completion
+from router.reply import Sent
 from tests.router.mocks import MockWorker, RunningRouter, event, fails, never, streams
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
@@ -108,6 +109,7 @@ async def test_both_legs_go_to_the_clients_path(router: RunningRouter, prefill: 
         ours, theirs = prefill.bodies[-1], decode.bodies[-1]
         assert ours["bootstrap_room"] == theirs["bootstrap_room"] and ours["bootstrap_port"] == 8998
         assert (ours["stream"], theirs["stream"], theirs["return_token_ids"]) == (False, True, True)
+        assert prefill.paths[-1] == decode.paths[-1] == path
         assert "return_token_ids" not in ours and answer.headers["x-request-id"] == theirs["rid"]
     assert [path for path, _ in router.state.dispatcher.recorder.totals.requests] == [CHAT, TEXT]
 
@@ -143,6 +145,18 @@ async def test_a_stream_that_broke_after_its_last_chunk_is_complete(
     assert answer.content.startswith(chunk("a", ids=[1]) + end) and answer.content.endswith(DONE)
     assert (b'"error"' in answer.content) is not is_last
     assert len(decode.bodies) == 1
+
+
+def test_how_an_answer_goes_on() -> None:
+    request = parse_chat(msgspec.json.encode(HELLO | {"stream": True}))
+    sent = Sent()
+    assert sent.resume_field(request) is None
+    for whole in (chunk("a", ids=[1, 2]) + chunk("b", ids=[]), chunk('"token_ids":[9]', ids=[3])):
+        sent.keep_ids(whole)
+        sent.last = whole
+    assert sent.resume_field(request) == {"output_ids": [1, 2, 3]} and not sent.is_complete(request)
+    sent.before, sent.last = chunk(finish="stop"), chunk()
+    assert sent.resume_field(request) is None  # all of it is there, but for the usage
 
 
 async def test_any_live_worker_tells_of_models_and_tokens(
