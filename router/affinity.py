@@ -184,7 +184,7 @@ def _json(value: object) -> str:
 
 def _key_hash(fields: dict[str, Any]) -> int:
     """Nothing is shared between requests of different keys."""
-    key = fields.get("extra_key")
+    key = fields.get("extra_key", fields.get("cache_salt"))  # the latter at OpenAI's endpoints
     if isinstance(key, list) and key:
         key = key[0]
     return xxh3_64_intdigest(key.encode("utf-8", "replace")) if isinstance(key, str) else 0

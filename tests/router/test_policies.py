@@ -221,6 +221,8 @@ SAME_PROMPTS: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"text": "a" * 500}, {"text": "a" * 500, "extra_key": "k"}, False),
     ({"text": "a" * 500, "extra_key": "k"}, {"text": ["a" * 500], "extra_key": ["k"]}, True),
     ({"text": "a" * 500, "extra_key": "k"}, {"text": "a" * 500, "extra_key": "l"}, False),
+    ({"prompt": "a" * 500, "extra_key": "k"}, {"prompt": "a" * 500, "cache_salt": "k"}, True),
+    ({"prompt": "a" * 500}, {"prompt": "a" * 500, "cache_salt": "k"}, False),
 ]
 
 
