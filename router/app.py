@@ -268,7 +268,8 @@ class HealthGenerate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router: Router = scope["app"].state.router
-        await router.dispatcher.generate(parse_generate(_PROBE), receive, send, terms_of(scope))
+        request = parse_generate(_PROBE)
+        await router.dispatcher.generate(request, receive, send, terms_of(scope), endpoint=scope["path"])
 
 
 # Errors

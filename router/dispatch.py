@@ -70,7 +70,7 @@ class Dispatcher:
         self.network = network
         self.in_flight = InFlight()
         self.counters = Counters()
-        self.recorder = Recorder(request_log(config.request_log))
+        self.recorder = Recorder(request_log(config))
         self.admission = Admission(config)
         self._closed: ServingError | None = None
         self._exchanges: set[Exchange] = set()
@@ -78,9 +78,18 @@ class Dispatcher:
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
 
-    async def generate(self, request: GenerateRequest, receive: Receive, send: Send, terms: Terms = _NO_TERMS) -> None:
-        """Serve one request to its end. Raises ServingError while the client has been sent nothing."""
-        with self.recorder.following(request) as record:
+    async def generate(
+        self,
+        request: GenerateRequest,
+        receive: Receive,
+        send: Send,
+        terms: Terms = _NO_TERMS,
+        *,
+        endpoint: str | None = None,
+    ) -> None:
+        """Serve one request to its end. endpoint: what it is counted under, by default its path. Raises ServingError
+        while the client has been sent nothing."""
+        with self.recorder.following(request, endpoint) as record:
             reply = Reply(receive, send, request.rids[0])
             await self._generate(request, reply, record, terms)
 

@@ -15,8 +15,10 @@ from router.worker import Worker
 
 _STATE_EVERY_S = 0.9
 _CACHE_EVERY_S = 2.4
-_LIMIT_S = 1.5
+_LIMIT_S = 2.0
+_PATIENCE_S = 0.4
 _MAX_FAMILIES = 8
+_MAX_NAME = 100
 _SUMS = (
     "num_waiting",
     "num_prefilling",
@@ -38,12 +40,20 @@ _CACHE_SUMS = ("hits", "misses", "hit_tokens", "evicted_pages", "evicted_slots")
 
 @dataclass(slots=True)
 class Seen:
-    """The last that one worker said. state_s, cache_s: when it was asked (of the monotonic clock); 0: never."""
+    """The last that one worker said. state_s, cache_s: when it was asked (of the monotonic clock), 0: never; heard_s:
+    when it last told its state. asking: it is being asked."""
 
     state_s: float = 0.0
     cache_s: float = 0.0
+    heard_s: float = 0.0
     state: dict[str, Any] | None = None
     prefixes: list[dict[str, Any]] = field(default_factory=list)
+    asking: asyncio.Task[None] | None = None
+
+    @property
+    def is_due(self) -> bool:
+        is_asked = self.asking is not None and not self.asking.done()
+        return not is_asked and time.monotonic() - self.state_s >= _STATE_EVERY_S
 
 
 class NodeStates:
@@ -52,41 +62,43 @@ class NodeStates:
     def __init__(self, network: Network) -> None:
         self._network = network
         self._seen: dict[str, Seen] = {}
-        self._asking: asyncio.Task[None] | None = None
 
     async def refresh(self, workers: tuple[Worker, ...]) -> None:
-        """Ask those that live, unless somebody has just done it. Who comes meanwhile waits for the same answers."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask_all(workers))
-        await asyncio.shield(self._asking)
+        """Ask those that live, unless somebody has just done it, and wait a little: who answers late is shown late."""
+        self._seen = {worker.url: self._seen.get(worker.url) or Seen() for worker in workers}
+        for worker in workers:
+            seen = self._seen[worker.url]
+            if worker.alive and seen.is_due:
+                seen.asking = asyncio.create_task(self._ask(worker, seen))
+        if tasks := self._tasks():
+            await asyncio.wait(tasks, timeout=_PATIENCE_S)
 
     def of(self, worker: Worker) -> dict[str, Any]:
-        """Its latest state, and what it has cached; state None: it has told nothing, or lives no more."""
+        """Its latest state, how old that is, and what it has cached; None: it has told nothing, or lives no more."""
         seen = self._seen.get(worker.url)
         if seen is None or not worker.alive:
-            return {"node": None, "prefixes": []}
-        return {"node": seen.state, "prefixes": seen.prefixes}
+            return {"node": None, "node_age_s": None, "prefixes": []}
+        age_s = None if seen.state is None else round(time.monotonic() - seen.heard_s, 1)
+        return {"node": seen.state, "node_age_s": age_s, "prefixes": seen.prefixes}
 
     async def stop(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+        tasks = self._tasks()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ask_all(self, workers: tuple[Worker, ...]) -> None:
-        kept = {worker.url: self._seen.get(worker.url, Seen()) for worker in workers}
-        self._seen = kept
-        await asyncio.gather(*(self._ask(worker, kept[worker.url]) for worker in workers if worker.alive))
+    def _tasks(self) -> set[asyncio.Task[None]]:
+        return {seen.asking for seen in self._seen.values() if seen.asking is not None and not seen.asking.done()}
 
     async def _ask(self, worker: Worker, seen: Seen) -> None:
-        now = time.monotonic()
-        if now - seen.state_s >= _STATE_EVERY_S:
-            seen.state_s = now
-            info = await self._get(f"{worker.url}/server_info")
-            seen.state = None if info is None else summary(info)
+        seen.state_s = now = time.monotonic()
+        info = await self._get(f"{worker.url}/server_info")
+        if info is not None:
+            seen.state, seen.heard_s = summary(info), time.monotonic()
         if now - seen.cache_s >= _CACHE_EVERY_S:
             seen.cache_s = now
             cache = await self._get(f"{worker.url}/debug/cache?limit={_MAX_FAMILIES}")
-            seen.prefixes = [] if cache is None else _families(cache)
+            seen.prefixes = seen.prefixes if cache is None else _families(cache)
 
     async def _get(self, url: str) -> dict[str, Any] | None:
         """None for whatever is no answer."""
@@ -105,7 +117,7 @@ def summary(info: dict[str, Any]) -> dict[str, Any]:
     transfers = [state["transfer"] for state in states if isinstance(state.get("transfer"), dict)]
     model = info.get("served_model_name")
     return {
-        "model": model if isinstance(model, str) else None,
+        "model": model[:_MAX_NAME] if isinstance(model, str) else None,
         "ranks": len(states),
         "quarantined": _sum(transfers, "quarantined"),
         **{name: _sum(states, name) for name in _SUMS},

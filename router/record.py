@@ -77,11 +77,15 @@ class _Object(msgspec.Struct, frozen=True):
     usage: _Usage | None = None
 
 
+_MAX_READ_BYTES = 8 * 1024 * 1024
+"""Of an answer: reading more would hold up the others for longer than 10 ms."""
 _decode = msgspec.json.Decoder(_Object | list[_Object]).decode
 
 
 def read_answer(body: bytes) -> list[Meta]:
-    """Of each sequence of a JSON answer, as far as it tells; empty for what has another shape."""
+    """Of each sequence of a JSON answer, as far as it tells; empty for what has another shape or is too long."""
+    if len(body) > _MAX_READ_BYTES:
+        return []
     try:
         found = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -321,11 +325,12 @@ class Recorder:
         self._recorded: WeakSet[ServingError] = WeakSet()
 
     @contextlib.contextmanager
-    def following(self, request: GenerateRequest) -> Iterator[RequestRecord]:
-        """The record of a request while it is served. What leaves the block as an error was its answer."""
+    def following(self, request: GenerateRequest, endpoint: str | None = None) -> Iterator[RequestRecord]:
+        """The record of a request while it is served. What leaves the block as an error was its answer. endpoint: by
+        default where its legs are posted."""
         record = RequestRecord(
             rid=request.rids[0],
-            endpoint=getattr(request, "path", "/generate"),
+            endpoint=endpoint or request.path,
             stream=request.stream,
             num_sequences=request.num_sequences,
         )

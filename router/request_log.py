@@ -9,28 +9,33 @@ from functools import partial
 
 import msgspec
 
+from common.config import RouterConfig
+from common.errors import ConfigError
 from common.logs import QuickLog
 from router.record import RequestRecord, Timing
 
-FORMATS = ("text", "json", "off")
 _UNKNOWN = Timing()
 _encode = msgspec.json.Encoder().encode
 
 Write = Callable[[RequestRecord], None]
 
 
-def request_log(form: str) -> Write:
-    """form: text (a line of the log, `name=value`), json (an object a line, without the log's prefix) or off."""
-    match form:
+def request_log(config: RouterConfig) -> Write:
+    """text: a line of the log, `name=value`; json: an object a line, without the log's prefix; or off.
+
+    Raises ConfigError for anything else.
+    """
+    match config.request_log:
         case "text":
-            quick = QuickLog("router", "tandem.request")
+            number = None if config.siblings is None else config.siblings.number
+            quick = QuickLog("router" if number is None else f"router-{number}", "tandem.request")
             return partial(_write_text, quick) if quick.is_enabled else _write_nothing
         case "json":
             return _write_json
         case "off":
             return _write_nothing
         case unknown:
-            raise AssertionError(f"unknown form of the request log: {unknown}")
+            raise ConfigError(f"--request-log {unknown}: text, json or off", param="request_log")
 
 
 def _write_text(log: QuickLog, record: RequestRecord) -> None:

@@ -164,7 +164,8 @@ function workerRow(worker) {
     write(model, node ? [node.model, node.ranks > 1 ? `${node.ranks} ranks` : ""].filter(Boolean).join(" · ") : "");
     state.className = `chip ${GOOD.includes(now.state) ? "good" : WARN.includes(now.state) ? "warn" : "bad"}`;
     write(state, now.state.replace("_", " "));
-    write(reason, now.reason || now.breaker?.reason || "");
+    const silent = now.alive && now.node_age_s > 4 ? `no word for ${seconds(now.node_age_s)}` : "";
+    write(reason, now.reason || now.breaker?.reason || silent);
     write(load, now.alive ? `${count(now.requests)} ${now.requests === 1 ? "leg" : "legs"}` : "–");
     write(waits, node ? work(node) : "");
     const slotParts = node ? [["main", node.slots_main], ["track", node.slots_track], ["cached", node.slots_cached]] : [];
