@@ -47,6 +47,15 @@ def browser() -> Iterator[Any]:
             chromium.close()
 
 
+@pytest.fixture(scope="module")
+def blank(browser: Any, served: Stack) -> Iterator[Any]:
+    """A page of the router's, to run its scripts in."""
+    page = browser.new_page()
+    page.goto(f"{served.router.url}/page/icon.svg")
+    yield page
+    page.close()
+
+
 @contextmanager
 def opened(browser: Any, url: str, **settings: Any) -> Iterator[Any]:
     """A page of its own. Nothing may go wrong in it, and it may ask nobody else."""
@@ -102,6 +111,30 @@ def test_what_workers_do_and_where_requests_spent_their_time(browser: Any, serve
         expect(row(page, "wrong")).to_have_count(1)
 
 
+TIMING = {"queue_s": 1, "prefill_s": 2, "transfer_s": 0, "decode_s": 4}
+ENDED = {"running": False, "code": "ok", "wait_s": 1, "opened_s": 1, "e2e_s": 9, "retries": 0, "resumes": 0}
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        (ENDED | {"timing": TIMING}, "wait 0-1 queue 1-2 prefill 2-4 decode 4-8 other 8-9"),
+        (ENDED | {"timing": TIMING | {"decode_s": 99}}, "wait 0-1 queue 1-2 prefill 2-4 decode 4-9"),
+        (
+            ENDED | {"timing": TIMING, "opened_s": 2, "retries": 1, "e2e_s": 5},
+            "wait 0-1 earlier 1-2 queue 2-3 prefill 3-5",
+        ),
+        (ENDED | {"timing": None, "code": "rank_died"}, "wait 0-1 failed 1-9"),
+        (ENDED | {"timing": None, "code": "queue_full", "wait_s": None, "opened_s": None}, "failed 0-9"),
+        (ENDED | {"timing": None, "running": True, "wait_s": None, "opened_s": None}, "wait 0-9"),
+        (ENDED | {"timing": None, "running": True}, "wait 0-1 running 1-9"),
+    ],
+)
+def test_parts_of_a_time_line(blank: Any, request_: dict[str, Any], expected: str) -> None:
+    found = blank.evaluate("async (r) => (await import('/page/waterfall.js')).parts(r)", request_)
+    assert " ".join(f"{part['name']} {part['from']}-{part['to']}" for part in found) == expected
+
+
 def test_with_a_keyboard_alone(browser: Any, served: Stack) -> None:
     assert ask(served.router.url, rid="keys").status_code == 200
     with opened(browser, served.router.url, reduced_motion="reduce") as page:
@@ -154,7 +187,8 @@ def test_on_a_small_screen_nothing_is_cut_off(browser: Any, served: Stack, schem
 
 
 CUT_OFF = """() => [...document.querySelectorAll('body *')]
-  .filter((e) => e.checkVisibility() && !e.closest('.unseen, .skip, thead, svg') && e.getBoundingClientRect().right > 375)
+  .filter((e) => e.checkVisibility() && !e.closest('.unseen, .skip, thead, svg'))
+  .filter((e) => e.getBoundingClientRect().right > 375)
   .map((e) => `${e.tagName}.${e.className} ${e.textContent.slice(0, 40)}`)"""
 CONTRAST = """() => {
   const numbers = (colour) => (colour.match(/[\\d.]+/g) ?? []).map(Number);
