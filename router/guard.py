@@ -44,6 +44,7 @@ class Access(enum.Enum):
 _ABORT = "/abort_request"
 _ACCESS = {
     "/health": Access.OPEN,
+    "/openapi.json": Access.OPEN,
     "/generate": Access.USER,
     "/health_generate": Access.USER,
     _ABORT: Access.USER,

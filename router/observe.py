@@ -1,4 +1,4 @@
-"""What the router tells of itself: /metrics, /debug/requests, /status.json and the status page."""
+"""What the router tells of itself: /metrics, /debug/requests, /status.json, the status page and /openapi.json."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from common.errors import RequestError
 from router.merge import merged_metrics, merged_requests, merged_status
 from router.metrics import CONTENT_TYPE, exposition
+from router.openapi import ADMIN_PATHS, USER_PATHS, document
 from router.record import MAX_RECENT, SHOWN
 from router.siblings import Answers
 from router.state import Router
@@ -105,6 +106,10 @@ def _status(router: Router, shown: str) -> dict[str, Any]:
     }
 
 
+async def openapi(_: Request) -> Response:
+    return Response(_json(document(USER_PATHS | ADMIN_PATHS)), media_type="application/json")
+
+
 def _file(name: str, content_type: str) -> Callable[[Request], Awaitable[Response]]:
     body = (_PAGE / name).read_bytes()
 
@@ -127,5 +132,6 @@ ROUTES = (
     ("/metrics", ("GET",), metrics),
     ("/debug/requests", ("GET",), debug_requests),
     ("/status.json", ("GET",), status),
+    ("/openapi.json", ("GET",), openapi),
     *((path, ("GET",), _file(*found)) for path, found in _FILES.items()),
 )
