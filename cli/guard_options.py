@@ -41,6 +41,9 @@ _OPTIONS = (
         help="Seconds from a request's head to its answer's end; the header x-request-timeout-s asks for less",
     ),
     click.option("--requests-per-minute", type=int, help="Of one user key; not bounded by default"),
+    click.option(
+        "--tokens-per-minute", type=int, help="Of one user key, of prompts and answers; not bounded by default"
+    ),
     click.option("--api-key-file", help="Keys of clients, one a line: role name key. role: user or admin"),
     click.option("--api-key", envvar=KEY_VARIABLES[0], show_envvar=True, help="One user key (others can see it in ps)"),
     click.option("--admin-api-key", envvar=KEY_VARIABLES[1], show_envvar=True, help="One admin key"),

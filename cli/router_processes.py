@@ -43,7 +43,7 @@ def share_of(config: RouterConfig, count: int, folder: str) -> RouterConfig:
     Raises ConfigError when there is not one for each.
     """
     changes: dict[str, object] = {}
-    for name in ("max_concurrent_requests", "requests_per_minute"):
+    for name in ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute"):
         whole = getattr(config, name)
         if whole is not None:
             changes[name] = _part(name, whole, count)

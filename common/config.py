@@ -215,10 +215,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     where traces go, None: nowhere.
 
     Protection (docs/operations.md#protection): max_concurrent_requests, queue_size, queue_timeout_s: places, who may
-    wait for one, and for how long; request_timeout_s: for a whole request; requests_per_minute: of one user key. None:
-    no bound. admin_host, admin_port: where the administration listens, None: at the public port. api_key_file: keys of
-    clients; worker_api_key_file: the key for the workers; worker_ca_file: whom to trust for https workers. ssl_*:
-    `TlsConfig`.
+    wait for one, and for how long; request_timeout_s: for a whole request; requests_per_minute, tokens_per_minute: of
+    one user key. None: no bound. admin_host, admin_port: where the administration listens, None: at the public port.
+    api_key_file: keys of clients; worker_api_key_file: the key for the workers; worker_ca_file: whom to trust for https
+    workers. ssl_*: `TlsConfig`.
     """
 
     host: str = "127.0.0.1"
@@ -257,6 +257,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout_s: float = 60.0
     request_timeout_s: float | None = None
     requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
     admin_host: str = "127.0.0.1"
     admin_port: int | None = None
     api_key_file: str | None = None

@@ -51,7 +51,8 @@ class Admission:
         self._queue_size = config.queue_size
         self._timeout_s = config.queue_timeout_s
         self._lines: OrderedDict[str | None, deque[Turn]] = OrderedDict()
-        self._rate = None if config.requests_per_minute is None else RateLimit(config.requests_per_minute)
+        self._requests = _buckets(config.requests_per_minute)
+        self._tokens = _buckets(config.tokens_per_minute)
         self.num_running = 0
         self.rejected: Counter[str] = Counter()
 
@@ -128,12 +129,19 @@ class Admission:
                 turn.refuse(error)
 
     def check_rate(self, caller: str) -> None:
-        """Count a request of this key. Raises CapacityError (429) when there are too many."""
-        wait_s = 0.0 if self._rate is None else self._rate.take(caller)
-        if wait_s > 0:
-            self.rejected["rate_limited"] += 1
-            message = "too many requests a minute with this key"
-            raise CapacityError(message, code="rate_limited", status=429, retry_after_s=wait_s)
+        """Count a request of this key. Raises CapacityError (429) when there are too many, or too many tokens."""
+        for buckets, what in ((self._requests, "requests"), (self._tokens, "tokens")):
+            if buckets is not None and (wait_s := buckets.wait_s(caller)) > 0:
+                self.rejected["rate_limited"] += 1
+                message = f"too many {what} a minute with this key"
+                raise CapacityError(message, code="rate_limited", status=429, retry_after_s=wait_s)
+        if self._requests is not None:
+            self._requests.spend(caller, 1)
+
+    def on_tokens(self, caller: str | None, count: int) -> None:
+        """So many were read and made for this caller."""
+        if self._tokens is not None and caller is not None:
+            self._tokens.spend(caller, count)
 
     def _refusal(self, code: str, why: str) -> CapacityError:
         self.rejected[code] += 1
@@ -154,20 +162,27 @@ def deadline(at_s: float | None, stop: Callable[[ServingError], None]) -> Iterat
         timer.cancel()
 
 
-class RateLimit:
-    """Requests a minute of each name: a bucket that holds as many and fills steadily. clock: seconds, never back."""
+def _buckets(per_minute: int | None) -> Buckets | None:
+    return None if per_minute is None else Buckets(per_minute)
 
-    def __init__(self, requests_per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._size = requests_per_minute
+
+class Buckets:
+    """One for each name: it holds so much as may be spent in a minute, and fills steadily. More can be spent than is
+    there: that is owed. clock: seconds, never back."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._size = float(per_minute)
         self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # what was in it, and when; names are those of keys
+        self._levels: dict[str, tuple[float, float]] = {}  # what was in it, and when; names are those of keys
 
-    def take(self, name: str) -> float:
-        """Take one: 0; or the seconds until there is one again."""
+    def wait_s(self, name: str) -> float:
+        """Until one is there; 0: it is."""
+        return max(0.0, (1 - self._level(name)) * _MINUTE_S / self._size)
+
+    def spend(self, name: str, amount: int) -> None:
+        self._levels[name] = self._level(name) - amount, self._clock()
+
+    def _level(self, name: str) -> float:
         now = self._clock()
-        level, then = self._buckets.get(name, (float(self._size), now))
-        level = min(float(self._size), level + (now - then) * self._size / _MINUTE_S)
-        if level < 1:
-            return (1 - level) * _MINUTE_S / self._size
-        self._buckets[name] = level - 1, now
-        return 0.0
+        level, then = self._levels.get(name, (self._size, now))
+        return min(self._size, level + (now - then) * self._size / _MINUTE_S)

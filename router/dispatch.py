@@ -107,6 +107,7 @@ class Dispatcher:
                     record.admitted_s = time.monotonic()
                     await exchange.run(self.workers.pick(exchange.affinity))
         finally:
+            self.admission.on_tokens(terms.caller, record.prompt_tokens + record.completion_tokens)
             task = self._in_background(self._release(exchange, request))
             self._ending.update(dict.fromkeys(request.names, task))
 

@@ -33,6 +33,7 @@ _AT_LEAST = {
     "max_concurrent_requests": 1,
     "queue_size": 0,
     "requests_per_minute": 1,
+    "tokens_per_minute": 1,
 }
 
 
@@ -104,11 +105,10 @@ def check_files(config: RouterConfig, keys: KeyRing) -> None:
     listener_tls(config)
     worker_tls(config)
     worker_authorization(config)
-    if config.requests_per_minute is not None and keys.is_open:
-        raise ConfigError(
-            f"--requests-per-minute {config.requests_per_minute}: it is counted by key (--api-key-file)",
-            param="requests_per_minute",
-        )
+    for name in ("requests_per_minute", "tokens_per_minute"):
+        value = getattr(config, name)
+        if value is not None and keys.is_open:
+            raise ConfigError(f"{_option(name)} {value}: it is counted by key (--api-key-file)", param=name)
 
 
 # Files, read again wherever they are used: what is secret stays out of the config

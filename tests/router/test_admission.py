@@ -11,7 +11,7 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import AbortedError, CapacityError, ServingError, WorkerError
-from router.admission import Admission, RateLimit, Turn
+from router.admission import Admission, Buckets, Turn
 from tests.router.mocks import MockWorker, RunningRouter, answer_at_once, config_of, run_router
 
 
@@ -269,13 +269,22 @@ async def test_a_line_of_none_refuses_at_once() -> None:
 
 def test_a_bucket_fills_steadily_and_not_beyond_its_size() -> None:
     now = 100.0
-    limit = RateLimit(30, lambda: now)
-    assert [limit.take("a") for _ in range(30)] == [0.0] * 30
-    assert limit.take("a") == pytest.approx(2.0)
-    assert limit.take("b") == 0.0
+    buckets = Buckets(30, lambda: now)
+
+    def take(name: str) -> float:
+        wait_s = buckets.wait_s(name)
+        if wait_s == 0:
+            buckets.spend(name, 1)
+        return wait_s
+
+    assert [take("a") for _ in range(30)] == [0.0] * 30
+    assert take("a") == pytest.approx(2.0)
+    assert take("b") == 0.0
     now += 1.0
-    assert limit.take("a") == pytest.approx(1.0)
+    assert take("a") == pytest.approx(1.0)
     now += 1.001
-    assert limit.take("a") == 0.0
+    assert take("a") == 0.0
     now += 3600
-    assert [limit.take("a") > 0 for _ in range(31)] == [False] * 30 + [True]
+    assert [take("a") > 0 for _ in range(31)] == [False] * 30 + [True]
+    buckets.spend("a", 60)
+    assert take("a") == pytest.approx(122.0), "what is owed comes first"

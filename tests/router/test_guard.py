@@ -21,6 +21,7 @@ from tests.router.mocks import (
     MockWorker,
     RunningRouter,
     answer_at_once,
+    answer_object,
     config_of,
     event,
     fails,
@@ -222,6 +223,30 @@ async def test_a_key_that_asks_too_often_is_told_when_to_come_back(
         assert router.state.dispatcher.admission.rejected == {"rate_limited": 2}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_key_pays_for_its_tokens_afterwards(
+    prefill: MockWorker, decode: MockWorker, key_file: str, *, stream: bool
+) -> None:
+    timing = {"queue_s": 0, "prefill_s": 0, "transfer_s": 0, "decode_s": 0}
+    said = answer_object("x", prompt_tokens=90, completion_tokens=20, timing=timing)
+    whole = event(said) + b"data: [DONE]\n\n"
+
+    async def answer(worker: MockWorker, request: Any, body: dict[str, Any]) -> Any:
+        return web.json_response(said)
+
+    prefill.script = answer
+    decode.script = streams(whole) if stream else answer
+    config = config_of([prefill], [decode], api_key_file=key_file, tokens_per_minute=100)
+    async with run_router(config) as router:
+        await router.until_alive()
+        body = {"text": "hi", "stream": stream}
+        asked = [await router.client.post("/generate", json=body, headers=bearer(ANN)) for _ in range(2)]
+        assert [answer.status_code for answer in asked] == [200, 429]
+        assert asked[1].json()["error"]["message"] == "too many tokens a minute with this key"
+        assert 5 <= int(asked[1].headers["retry-after"]) <= 7  # 10 are owed and one is needed, at 100 a minute
+        assert (await router.client.post("/generate", json=body, headers=bearer(BOB))).status_code == 200
+
+
 # Deadlines
 
 
@@ -405,6 +430,7 @@ async def test_the_router_shows_its_workers_a_key(prefill: MockWorker, decode: M
     ("settings", "param"),
     [
         ({"requests_per_minute": 3}, "requests_per_minute"),
+        ({"tokens_per_minute": 3}, "tokens_per_minute"),
         ({"max_concurrent_requests": 0}, "max_concurrent_requests"),
         ({"queue_size": -1}, "queue_size"),
         ({"queue_timeout_s": 0}, "queue_timeout_s"),
