@@ -56,9 +56,11 @@ class Options:
     def devices(self) -> tuple[str, str]:
         """Of the prefill and of the decode node. Raises ConfigError."""
         names = [name.strip() for name in self.device.split(",")]
-        if not all(names) or len(names) > 2:
+        kinds = {name.partition(":")[0] for name in names}
+        if not all(names) or len(names) > 2 or len(kinds) > 1:
             raise ConfigError(
-                f"--device {self.device}: a device for both nodes, or two with a comma between them", param="device"
+                f"--device {self.device}: a device for both nodes, or two of a kind with a comma between them",
+                param="device",
             )
         return names[0], names[-1]
 

@@ -31,6 +31,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> int
     return two_gpus.main()
 
 
+@pytest.mark.timeout(300)
 def test_rows_are_measured_written_and_not_repeated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

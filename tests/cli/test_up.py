@@ -223,7 +223,7 @@ def options_for(device: str) -> Options:
 
 @pytest.mark.parametrize(
     ("device", "expected"),
-    [("cpu", ("cpu", "cpu")), ("cuda:0,cuda:1", ("cuda:0", "cuda:1")), ("cuda:1, cpu", ("cuda:1", "cpu"))],
+    [("cpu", ("cpu", "cpu")), ("cuda:0,cuda:1", ("cuda:0", "cuda:1")), ("cuda:1, cuda:0", ("cuda:1", "cuda:0"))],
 )
 def test_each_node_gets_its_device(device: str, expected: tuple[str, str]) -> None:
     prefill, decode, router = plan_children(options_for(device))
@@ -231,13 +231,14 @@ def test_each_node_gets_its_device(device: str, expected: tuple[str, str]) -> No
     assert tuple(found) == expected and "--device" not in router.command
 
 
-@pytest.mark.parametrize("device", ["", "cuda:0,", "cuda:0,cuda:1,cuda:2"])
+@pytest.mark.parametrize("device", ["", "cuda:0,", "cuda:0,cuda:1,cuda:2", "cuda:0,cpu"])
 def test_devices_that_make_no_sense_are_refused(device: str) -> None:
     command = [sys.executable, "-m", "cli.main", "up", "--port", "0", "--device", device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=ENVIRONMENT)
     assert done.returncode == 2
     assert (
-        done.stderr == f"tandem: error: --device {device}: a device for both nodes, or two with a comma between them\n"
+        done.stderr
+        == f"tandem: error: --device {device}: a device for both nodes, or two of a kind with a comma between them\n"
     )
 
 
