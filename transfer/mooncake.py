@@ -169,8 +169,7 @@ class DeviceMooncakeTransport(MooncakeTransport):
 
     def __init__(self, config: TransferConfig, card: int) -> None:
         """Raises ConfigError, also for a Mooncake that knows no CUDA."""
-        _set_environment(config, DEVICE_SETTINGS)
-        _check_build(_load(DEVICE_PACKAGE), card)
+        check_device_build(config, card)
         super().__init__(config, DEVICE_SETTINGS)
         self.card = card
         self._driver = CudaDriver(card)
@@ -306,9 +305,11 @@ def _load(package: str = HOST_PACKAGE) -> Any:
         raise ConfigError(f"--transport mooncake: cannot be loaded: {error}", param="transport") from error
 
 
-def _check_build(module: Any, card: int) -> None:
-    """A build for the host alone would take addresses of a card for its own. Raises ConfigError."""
-    if b"libcudart.so" not in Path(module.__file__).read_bytes():
+def check_device_build(config: TransferConfig, card: int) -> None:
+    """Raises ConfigError where there is no Mooncake, or one for the host alone, which would take addresses of a card for
+    its own."""
+    _set_environment(config, DEVICE_SETTINGS)
+    if b"libcudart.so" not in Path(_load(DEVICE_PACKAGE).__file__).read_bytes():
         raise ConfigError(
             f"--transport mooncake: this build does not carry the memory of --device cuda:{card}; run: pip install "
             f"--force-reinstall {DEVICE_PACKAGE}",

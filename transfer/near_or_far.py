@@ -9,10 +9,10 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from common.config import TransferConfig
+from common.config import Protocol, TransferConfig
 from common.errors import ConfigError, TransferError
 from transfer.cuda_ipc import CudaIpcTransport
-from transfer.mooncake import MooncakeTransport, open_mooncake
+from transfer.mooncake import MooncakeTransport, check_device_build, open_mooncake
 from transfer.transport import Block, DeviceTransport
 
 log = logging.getLogger(__name__)
@@ -94,10 +94,13 @@ class NearOrFarTransport:
 
 
 def open_near_or_far(near: CudaIpcTransport, config: TransferConfig, device: str) -> DeviceTransport:
-    """`near` alone where there is no Mooncake that carries the memory of `device`."""
+    """`near` alone where no Mooncake that carries a card's memory is installed, unless more than TCP is asked of it.
+    Raises ConfigError."""
     try:
-        far = open_mooncake(config, device)
+        check_device_build(config, near.card)
     except ConfigError as error:
+        if config.protocol is not Protocol.TCP:
+            raise
         log.warning("peers on other hosts cannot be reached: %s", error.message)
         return near
-    return NearOrFarTransport(near, far)
+    return NearOrFarTransport(near, open_mooncake(config, device))

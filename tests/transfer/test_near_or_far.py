@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from common.errors import TransferError
+from common.config import Protocol, TransferConfig, TransportName
+from common.errors import ConfigError, TransferError
 from transfer import Committed
 from transfer.cuda_ipc import CudaIpcTransport
 from transfer.loopback import LoopbackTransport
-from transfer.mooncake import MooncakeTransport
-from transfer.near_or_far import NearOrFarTransport
-from transfer.transport import Block
+from transfer.mooncake import DEVICE_SETTINGS, MooncakeTransport
+from transfer.near_or_far import NearOrFarTransport, open_near_or_far
+from transfer.transport import Block, open_transport
 
 BLOCKS = [Block(0, 0, 4, "kv")]
 
@@ -92,6 +93,19 @@ def test_memory_is_known_to_both_and_so_are_connections() -> None:
     for refused in (lambda: both.host_buffer(1), lambda: both.register(1, 1), lambda: both.unregister(1)):
         with pytest.raises(TransferError):
             refused()
+
+
+def test_a_mooncake_for_the_host_alone_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is installed here."""
+    for name, value in DEVICE_SETTINGS.items():
+        monkeypatch.setenv(name, value)  # so that it is as before afterwards
+    near = cast(CudaIpcTransport, FakeTransport("ipc"))
+    assert open_near_or_far(near, TransferConfig(), "cuda:1") is near
+    with pytest.raises(ConfigError, match="this build does not carry the memory of --device cuda:1") as caught:
+        open_near_or_far(near, TransferConfig(protocol=Protocol.RDMA), "cuda:1")
+    assert caught.value.param == "transport"
+    with pytest.raises(ConfigError, match=r"--device cuda:0; run: pip install --force-reinstall .*cuda"):
+        open_transport(TransferConfig(transport=TransportName.MOONCAKE), "cuda")
 
 
 class SideBySide(LoopbackTransport):
