@@ -1,7 +1,8 @@
-"""Nodes and routers of this machine for a benchmark, by name: started together, ended together."""
+"""Nodes and routers of this machine for a benchmark, by name: started together, ended together, also by its kill."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,7 +42,7 @@ class Fleet:
 
     def _start(self, name: str, role: str, options: Options, more: Sequence[str] = ()) -> None:
         port = free_port()
-        words = [role, "--port", str(port), "--log-level", "warning", *more]
+        words = [role, "--port", str(port), "--log-level", "warning", "--parent-pid", str(os.getpid()), *more]
         for key, value in options.items():
             words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
         server = running(name, words, f"http://127.0.0.1:{port}", self._logs)
@@ -58,8 +59,8 @@ class Fleet:
     def url(self, name: str) -> str:
         return self._servers[name].url
 
-    def bootstrap_port(self, name: str) -> int:
-        return self._bootstrap[name]
+    def pid(self, name: str) -> int:
+        return self._servers[name].process.pid
 
     def info(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = httpx.get(f"{self.url(name)}/server_info", timeout=20).json()
