@@ -306,7 +306,7 @@ def _load(package: str = HOST_PACKAGE) -> Any:
 
 
 def check_device_build(config: TransferConfig, card: int) -> None:
-    """Raises ConfigError where there is no Mooncake, or one for the host alone, which would take addresses of a card for
+    """Raises ConfigError where there is no Mooncake, or one for the host alone, which would take a card's addresses for
     its own."""
     _set_environment(config, DEVICE_SETTINGS)
     if b"libcudart.so" not in Path(_load(DEVICE_PACKAGE).__file__).read_bytes():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
+import torch
 
 from common.config import Protocol, TransferConfig, TransportName
 from common.errors import ConfigError, TransferError
@@ -95,6 +96,7 @@ def test_memory_is_known_to_both_and_so_are_connections() -> None:
             refused()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card, so perhaps a Mooncake for it")
 def test_a_mooncake_for_the_host_alone_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is installed here."""
     for name, value in DEVICE_SETTINGS.items():
