@@ -40,19 +40,18 @@ WEATHER_FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "sch
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     options = ["--chat-template", str(TEMPLATE), "--transport", "loopback"]
-    with stack(tmp_path_factory.mktemp("tools"), with_unified=True, extra=options) as running:
+    with stack(tmp_path_factory.mktemp("tools"), extra=options) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def clients(servers: Stack) -> Iterator[tuple[openai.OpenAI, openai.OpenAI]]:
-    """Of the router and of the unified node."""
-    assert servers.unified is not None
+    """Of the router, and of the decode node, which serves alone who asks it directly."""
     with (
         openai.OpenAI(base_url=f"{servers.router.url}/v1", api_key="none", max_retries=0) as router,
-        openai.OpenAI(base_url=f"{servers.unified.url}/v1", api_key="none", max_retries=0) as unified,
+        openai.OpenAI(base_url=f"{servers.decode.url}/v1", api_key="none", max_retries=0) as alone,
     ):
-        yield router, unified
+        yield router, alone
 
 
 def chat(client: openai.OpenAI, *, messages: list[Any] = ASK, **fields: Any) -> Any:
@@ -97,8 +96,8 @@ def test_a_required_call_has_valid_arguments_and_is_the_same_everywhere(clients:
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
         (call,) = choice.message.tool_calls
         check_call(call)
-    router, unified = (answer.choices[0].message.tool_calls[0].function for answer in answers)
-    assert (router.name, router.arguments) == (unified.name, unified.arguments)
+    router, alone = (answer.choices[0].message.tool_calls[0].function for answer in answers)
+    assert (router.name, router.arguments) == (alone.name, alone.arguments)
 
 
 def test_calls_of_random_answers_are_valid(clients: tuple[openai.OpenAI, ...]) -> None:
