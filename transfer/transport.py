@@ -44,7 +44,8 @@ class Transport(ProtocolType):
         ...
 
     def bursts(self, session: str) -> bool:
-        """Whether a request's state crosses to this peer in the time of a few layers, and is to leave in one burst."""
+        """Whether a request's state crosses to this peer in the time of a few layers, and is to leave in one burst: see
+        `CudaIpcTransport`."""
         ...
 
     @property
