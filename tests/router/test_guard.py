@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from aiohttp import web
+from starlette.routing import Route
 
 from common.config import RouterConfig, WorkerAddress
 from common.errors import ConfigError
@@ -32,6 +34,12 @@ from tests.router.mocks import (
 
 ANN, BOB, ROOT = "ann-0123456789abcdef", "bob-0123456789abcdef", "root-0123456789abcdef"
 KEYS = f"# who may ask\nuser ann {ANN}\nuser bob {BOB}\n\nadmin root {ROOT}\n"
+
+
+WORKERS: dict[str, Any] = {
+    "prefill": (WorkerAddress(url="http://127.0.0.1:1", bootstrap_port=1),),
+    "decode": (WorkerAddress(url="http://127.0.0.1:2"),),
+}
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -63,6 +71,20 @@ def test_what_is_not_listed_is_for_administrators() -> None:
     assert {access_of(path) for path in ("/workers", "/workers/3", "/role", "/flush_cache", "/new")} == {Access.CONTROL}
     assert {access_of(path) for path in ("/generate", "/v1/models", "/v1/chat/completions")} == {Access.USER}
     assert {access_of(path) for path in ("/generate/", "//generate", "/Generate", "/v1")} == {Access.CONTROL}
+
+
+def test_the_documentation_tells_the_same() -> None:
+    """And of every path that the router has."""
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    rows = dict(re.findall(r"^\| (open|use|page|reading|control) \| (.*?) \|", text, re.MULTILINE))
+    names = {"open": Access.OPEN, "use": Access.USER, "page": Access.PAGE, "reading": Access.READ}
+    documented = {path: access for name, access in names.items() for path in re.findall(r"`(/.*?)`", rows[name])}
+    routes = [route.path for route in create_app(RouterConfig(**WORKERS)).routes if isinstance(route, Route)]
+    for path in routes:
+        shown = next((p for p in ("/v1/…", "/page/…") if path.startswith(p[:-1])), path)
+        assert access_of(path) is documented.get(shown, Access.CONTROL), path
+    for path in documented:
+        assert any(route.startswith(path.removesuffix("…")) for route in routes), path
 
 
 NO_KEYS = [
@@ -444,12 +466,8 @@ async def test_the_router_shows_its_workers_a_key(prefill: MockWorker, decode: M
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], param: str) -> None:
-    workers = {
-        "prefill": (WorkerAddress(url="http://127.0.0.1:1", bootstrap_port=1),),
-        "decode": (WorkerAddress(url="http://127.0.0.1:2"),),
-    }
     with pytest.raises(ConfigError) as error:
-        create_app(RouterConfig(**workers, **settings))
+        create_app(RouterConfig(**WORKERS, **settings))
     assert error.value.param == param
 
 
