@@ -118,7 +118,13 @@ COUNTERS: tuple[Value | Split, ...] = (
         "tandem_handoffs", "Rooms since the start by what became of them", "outcome", "transfer.rooms_total", OUTCOMES
     ),
     Split("tandem_transfer_bytes", "Bytes of hand-offs that succeeded", "part", "transfer.bytes", PARTS),
-    Split("tandem_transfer_seconds", "Time of a prefill rank's writes, by what they wrote", "part", "transfer.seconds", PARTS),
+    Split(
+        "tandem_transfer_seconds",
+        "Time of a prefill rank's writes, by what they wrote",
+        "part",
+        "transfer.seconds",
+        PARTS,
+    ),
     Split(
         "tandem_digest_mismatches",
         "Parts that did not arrive intact",
