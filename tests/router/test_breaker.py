@@ -291,6 +291,19 @@ async def test_of_a_half_open_worker_one_request_tries(four: list[MockWorker]) -
         assert state_of(router, bad) == "alive"
 
 
+async def test_a_long_stream_that_tries_holds_nobody_back(router: RunningRouter, decode: MockWorker) -> None:
+    router.state.workers.decode[0].breaker = Breaker(BreakerLimits(failures=1, open_s=0.1))
+    decode.script = fails(500, b"{}")
+    assert (await router.generate()).status_code == 500
+    await router.until(lambda: state_of(router, decode) == "half_open")
+    decode.script = streams(event(answer_object()), gap_s=60.0)
+    async with router.client.stream("POST", "/generate", json={"text": "a", "stream": True}) as first:
+        await anext(first.aiter_bytes())
+        assert state_of(router, decode) == "alive"
+        decode.script = answer_at_once
+        assert (await router.generate()).status_code == 200
+
+
 async def test_a_pair_alone_whose_breaker_is_open(router: RunningRouter, decode: MockWorker) -> None:
     decode.script = fails(500, b"{}")
     for _ in range(3):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from common.config import RouterConfig
+from common.config import Role, RouterConfig
 from common.errors import ConfigError
 from router.app import create_app
+from router.state_file import Entry, StateFile
 from tests.router.mocks import (
     BOOTSTRAP_PORT,
     MockWorker,
@@ -509,19 +513,42 @@ async def test_a_state_file_that_breaks_at_run_time_changes_nothing(
     assert len(caplog.messages) < 20, "said once"
 
 
-async def test_the_file_is_never_half_written(tmp_path: Path, four: list[MockWorker]) -> None:
-    """A reader that reads all the time sees whole files only."""
+def test_the_file_is_never_half_written(tmp_path: Path) -> None:
+    """A reader that reads all the time sees whole files only; nothing is left beside it but the lock."""
     path = tmp_path / "workers.json"
-    async with run_router(empty(state_file=str(path))) as router:
-        for i in range(10):
-            call = add(router, four[0]) if i % 2 == 0 else router.client.delete(f"/workers?url={four[0].url}")
-            task = asyncio.create_task(call)
-            while not task.done():
-                if path.exists():
-                    assert json.loads(path.read_bytes())["version"] == 1
-                await asyncio.sleep(0)
-    left = sorted(os.listdir(tmp_path))  # noqa: PTH208 - no task waits here
-    assert left == [".workers.json.lock", "workers.json"]
+    file, stop, seen = StateFile(str(path)), threading.Event(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            if path.exists():
+                seen.append(path.read_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for i in range(100):
+        workers = {f"http://a:{n + 1}": Entry(role=Role.DECODE) for n in range(i % 7)}
+        file.change(lambda held, workers=workers: msgspec.structs.replace(held, workers=workers))
+    stop.set()
+    reader.join()
+    assert len(seen) > 10 and all(json.loads(data)["version"] == 1 for data in seen)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".workers.json.lock", "workers.json"]
+
+
+async def test_a_file_that_cannot_be_written_any_more_stops_nobody(
+    tmp_path: Path, decode: MockWorker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with run_router(empty(state_file=str(tmp_path / "workers.json"))) as router:
+
+        def fail(_: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", fail)
+        assert (await add(router, decode)).status_code == 201
+        await router.until_alive()
+        assert "workers that come or go are not kept" in caplog.text and "No space left" in caplog.text
+        monkeypatch.undo()
+        await router.client.delete("/workers", params={"url": decode.url})
+        assert not await listed(router)
 
 
 @pytest.mark.parametrize(
