@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from common.errors import CapacityError, RequestError
+from node.processes import how_ended
 from node.sampling_fields import GrammarSource, SamplingRequest
 
 log = logging.getLogger(__name__)
@@ -106,8 +107,8 @@ class GrammarChecker:
             raise
         if line.endswith(b"\n"):
             return msgspec.json.decode(line, type=Verdict)
-        await self.close()
-        log.info("a grammar of %d characters was too complex", len(question.text))
+        self._process = None
+        log.info("a grammar of %d characters was too complex: %s", len(question.text), how_ended(await process.wait()))
         return Verdict(error=f"the grammar is too complex: it takes more than {CPU_S:g} s to compile")
 
     async def _start(self) -> asyncio.subprocess.Process:
