@@ -184,6 +184,9 @@ def test_on_a_small_screen_nothing_is_cut_off(browser: Any, served: Stack, schem
         assert page.get_by_role("table").count() == 2 and page.get_by_role("columnheader").count() == 13
         contrast = page.evaluate(CONTRAST)
         assert not contrast, f"text that can hardly be read: {contrast}"
+        for width in (320, 640, 821, 1000):
+            page.set_viewport_size({"width": width, "height": 700})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 CUT_OFF = """() => [...document.querySelectorAll('body *')]
