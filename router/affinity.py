@@ -7,7 +7,6 @@ they share to within a few per cent. Tokens are not known here: a token counts a
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Iterable
 from functools import cached_property
@@ -22,12 +21,12 @@ from router.loads import SEQUENCE_TOKENS
 BYTES_PER_TOKEN = 4
 MAX_BYTES = 2**20
 """Of a prompt's beginning that are looked at: a quarter of a million tokens."""
-_FIRST_BLOCK_BYTES = 128
+_FIRST_BLOCK_BYTES = 256
 _BLOCKS_OF_A_SIZE = 32
 
 
 def _edges() -> tuple[int, ...]:
-    """Where blocks end: 32 of 128 bytes, 32 of 256, and so on."""
+    """Where blocks end: 32 of 256 bytes, 32 of 512, and so on."""
     edges, end, size = [], 0, _FIRST_BLOCK_BYTES
     while end + size <= MAX_BYTES:
         end += size
@@ -141,24 +140,19 @@ def _num_tokens(prompt: object) -> int:
 
 def _message_tokens(message: object) -> int:
     content = message.get("content") if isinstance(message, dict) else None
-    return _num_tokens(content if isinstance(content, str) else _json(message))
+    return _num_tokens(content) if isinstance(content, str) else len(_json(message)) // BYTES_PER_TOKEN
 
 
 def _start(prompt: object) -> bytes:
-    """Token ids as four bytes each."""
+    """Token ids as they are written: the quickest way, and about as many bytes as their text has."""
     if isinstance(prompt, str):
         return prompt[:MAX_BYTES].encode("utf-8", "replace")[:MAX_BYTES]
-    if not isinstance(prompt, list):
-        return b""
-    try:
-        return array("i", prompt[: MAX_BYTES // BYTES_PER_TOKEN]).tobytes()
-    except (TypeError, OverflowError):
-        return b""
+    return _json(prompt[: MAX_BYTES // BYTES_PER_TOKEN])[:-1][:MAX_BYTES] if isinstance(prompt, list) else b""
 
 
 def _chat_text(messages: list[Any], tools: object) -> str:
     """Begins as the text of the conversation's next turn will begin. What templates put in front goes in front."""
-    parts = [] if tools is None else [_json(tools)]
+    parts = [] if tools is None else [_json(tools).decode()]
     left = MAX_BYTES
     for message in messages:
         if left <= 0:
@@ -172,14 +166,14 @@ def _message_text(message: object) -> str:
     """The text alone where there is one, so that a long message is not copied more than once."""
     if isinstance(message, dict) and isinstance(message.get("content"), str):
         return f"{message.get('role')}\n{message['content']}"
-    return _json(message)
+    return _json(message).decode()
 
 
-def _json(value: object) -> str:
+def _json(value: object) -> bytes:
     try:
-        return msgspec.json.encode(value).decode()
+        return msgspec.json.encode(value)
     except (RecursionError, ValueError):
-        return ""
+        return b""
 
 
 def _key_hash(fields: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ from common.config import PolicyName
 from router.in_flight import InFlight
 from tests.router.mocks import MockWorker, RunningRouter, config_of, fails, never, run_router
 
-HIT = "a long beginning " * 40
+HIT = "a long beginning " * 80
 
 
 class Fleet:
@@ -42,8 +42,9 @@ async def fleet(*, num_ranks: tuple[int, int] = (1, 1), **settings: Any) -> Asyn
     prefill, decode = ([MockWorker(role) for _ in range(2)] for role in ("prefill", "decode"))
     for workers, count in zip((prefill, decode), num_ranks, strict=True):
         for worker in workers:
-            worker.num_ranks, worker.instance = count, "first"
+            worker.num_ranks = count
             await worker.start()
+            worker.instance = f"first of {worker.url}"
     try:
         async with run_router(config_of(prefill, decode, **settings)) as router:
             await router.until_alive()

@@ -188,8 +188,8 @@ def test_targets_of_a_worker() -> None:
 
 def test_blocks_end_where_they_should() -> None:
     sizes = [end - begin for begin, end in zip((0, *EDGES), EDGES, strict=False)]
-    assert sizes[:32] == [128] * 32
-    assert sizes[32:64] == [256] * 32
+    assert sizes[:32] == [256] * 32
+    assert sizes[32:64] == [512] * 32
     assert EDGES[-1] <= MAX_BYTES < EDGES[-1] + 2 * sizes[-1]
     assert len(EDGES) < 300
 
@@ -242,7 +242,7 @@ def test_a_conversation_begins_like_its_next_turn() -> None:
     for extra in ({}, {"tools": tools}):
         one = Affinity({"messages": [system, turns[0], *parts]} | extra).path
         two = Affinity({"messages": [system, turns[0], *parts, *turns[1:]]} | extra).path
-        assert len(one.hashes) > 7
+        assert len(one.hashes) > 3
         assert one.hashes == two.hashes[: len(one.hashes)]
         assert len(two.hashes) > len(one.hashes)
     assert Affinity({"messages": [system, turns[1]]}).path.hashes[0] == one.hashes[0] or extra
@@ -259,11 +259,7 @@ NO_PROMPTS: list[dict[str, Any]] = [
     {"text": 3},
     {"text": {"a": 1}},
     {"text": []},
-    {"text": [3, "x" * 900]},
     {"input_ids": ["x", 3]},
-    {"input_ids": [2**70] * 200},
-    {"input_ids": [1.5] * 200},
-    {"input_ids": [None] * 200},
     {"input_ids": []},
     {"input_ids": [[]]},
     {"messages": []},
@@ -282,6 +278,15 @@ def test_what_is_no_prompt_or_too_short_begins_like_nothing(fields: dict[str, An
     assert affinity.num_tokens >= 0
     targets = targets_of(3)
     assert len(set(chosen(prefix_aware(), targets, [affinity] * 30))) == 3
+
+
+@pytest.mark.parametrize("item", [2**70, 1.5, None, True, {}, -1])
+def test_odd_token_ids_have_paths(item: Any) -> None:
+    """The nodes refuse them."""
+    assert (
+        Affinity({"input_ids": [1] * 300 + [item] * 300}).path.hashes[:2]
+        == Affinity({"input_ids": [1] * 500}).path.hashes[:2]
+    )
 
 
 def test_odd_strings_have_paths() -> None:
@@ -307,8 +312,10 @@ def test_no_more_is_looked_at_than_can_matter() -> None:
     assert Affinity({"messages": messages}).num_tokens == 2 * 4096
     assert Affinity({"messages": messages}).path.num_bytes == 4096 * len("user\nwordword\n")
     assert Affinity({"messages": [messages[0], {"role": "user", "content": "x" * 2**22}]}).path.num_bytes == MAX_BYTES
-    for prompt in ("x" * 2**22, [7] * 2**20):
+    for prompt in ("x" * 2**22, [12345] * 2**20):
         assert Affinity({"prompt": prompt}).path.num_bytes == MAX_BYTES
+    ids = [12345] * 2**18
+    assert Affinity({"prompt": [*ids, 7]}).path == Affinity({"prompt": [*ids, 8, 9]}).path
 
 
 # The tree
@@ -316,19 +323,19 @@ def test_no_more_is_looked_at_than_can_matter() -> None:
 
 def test_a_tree_knows_for_each_target_how_far_a_prompt_was_sent() -> None:
     tree = PrefixTree()
-    long, short = make_path(b"a" * 2000), make_path(b"a" * 900)
+    long, short = make_path(b"a" * 4000), make_path(b"a" * 1800)
     tree.add(short, salt=1)
     tree.add(long, salt=2)
     assert [tree.match(long, salt) for salt in (1, 2, 3)] == [7, 15, 0]
     assert [tree.match(short, salt) for salt in (1, 2, 3)] == [7, 7, 0]
-    assert long.shared(7) == 7 * 128 / 2000
-    assert tree.match(make_path(b"a" * 300 + b"b" * 900), 2) == 2
+    assert long.shared(7) == 7 * 256 / 4000
+    assert tree.match(make_path(b"a" * 600 + b"b" * 1800), 2) == 2
     assert tree.match(make_path(b""), 1) == make_path(b"").shared(0) == 0
 
 
 def test_a_full_tree_gives_up_what_was_used_least_recently_and_ends_before_beginnings() -> None:
     tree = PrefixTree(max_bytes=20 * ENTRY_BYTES)
-    first, second, third = (make_path(bytes([number]) * 128 * 8) for number in range(3))
+    first, second, third = (make_path(bytes([number]) * 256 * 8) for number in range(3))
     tree.add(first, 0)
     tree.add(second, 0)
     tree.add(first, 0)
@@ -341,7 +348,7 @@ def test_the_size_of_an_entry_is_what_it_takes() -> None:
     import tracemalloc
 
     numbers = random.Random(4)
-    paths = [make_path(numbers.randbytes(128 * 32)) for _ in range(2000)]
+    paths = [make_path(numbers.randbytes(256 * 32)) for _ in range(2000)]
     tracemalloc.start()
     tree = PrefixTree()
     for path in paths:
@@ -410,7 +417,7 @@ def test_what_is_forgotten_pulls_nothing() -> None:
     policy, targets = prefix_aware(), targets_of(4)
     (home,) = chosen(policy, targets, [conversation(1, 0)])
     tree, path = policy.tree, conversation(1, 0).path
-    assert tree.match(path, targets[home].salt) == len(path.hashes) > 5
+    assert tree.match(path, targets[home].salt) == len(path.hashes) > 2
     targets[home].forget_prefixes()
     assert tree.match(path, targets[home].salt) == 0
 
