@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -108,8 +109,7 @@ class GrammarChecker:
         if line.endswith(b"\n"):
             return msgspec.json.decode(line, type=Verdict)
         self._process = None
-        log.info("a grammar of %d characters was too complex: %s", len(question.text), how_ended(await process.wait()))
-        return Verdict(error=f"the grammar is too complex: it takes more than {CPU_S:g} s to compile")
+        return _verdict_of_death(await process.wait(), len(question.text))
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
@@ -124,6 +124,18 @@ class GrammarChecker:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
         return process
+
+
+def _verdict_of_death(code: int, length: int) -> Verdict:
+    """The process has ended over a grammar of so many characters. Raises CapacityError where that was not its fault."""
+    log.info("the process that tries grammars %s over one of %d characters", how_ended(code), length)
+    match -code:
+        case signal.SIGPROF:
+            return Verdict(error=f"the grammar is too complex: it takes more than {CPU_S:g} s to compile")
+        case signal.SIGABRT | signal.SIGSEGV:
+            return Verdict(error="the grammar is too complex: compiling it takes too much memory")
+        case _:
+            raise CapacityError("the process that tries grammars was ended")
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

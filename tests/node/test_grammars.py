@@ -131,6 +131,17 @@ async def test_a_process_that_says_nothing_is_replaced(
     assert await checker.check(source("regex", "a"))
 
 
+async def test_a_process_that_is_killed_says_nothing_about_the_grammar(checker: GrammarChecker) -> None:
+    await checker.check(source("regex", "warm"))
+    os.kill(pid_of(checker), signal.SIGSTOP)
+    asked = asyncio.create_task(checker.check(source("regex", "a")))
+    await asyncio.sleep(0)
+    os.kill(pid_of(checker), signal.SIGKILL)
+    with pytest.raises(CapacityError):
+        await asked
+    assert await checker.check(source("regex", "a"))
+
+
 async def test_who_waits_too_long_in_line_is_told_to_come_again(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
