@@ -43,7 +43,9 @@ def test_imports_follow_the_arrows(package: str) -> None:
         assert ours <= ALLOWED[package], f"{source.relative_to(REPO)} imports {sorted(ours - ALLOWED[package])}"
 
 
-@pytest.mark.parametrize("module", ["router.app", "node.front", "cli.main", "transfer.sender", "common.config"])
+@pytest.mark.parametrize(
+    "module", ["router.app", "node.front", "cli.main", "transfer.sender", "common.config", "node.grammar_check"]
+)
 def test_torch_stays_out_of_processes_that_do_not_compute(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
