@@ -115,10 +115,10 @@ class PrefixAware:
     """The best of: part of the prompt that is cached there − what runs there − what it was lately given.
 
     The latter two are in tokens, and measured against their mean over all targets. What runs there counts in full: half
-    a mean more of it costs what a whole prompt is worth that is cached. Recent work does what loads cannot do where they
-    are small: it brings new prompts to all targets, or one of them would get everything that begins alike while the
-    caches of the others stay empty. It is never worth more than half of a prompt, so that a conversation stays where it
-    is in a fleet that is idle.
+    a mean more of it costs what a whole prompt is worth that is cached. Recent work does what loads cannot do where
+    they are small: it brings new prompts to all targets, or one of them would get everything that begins alike while
+    the caches of the others stay empty. It is never worth more than half of a prompt, so that a conversation stays
+    where it is in a fleet that is idle.
 
     hits_save_work: what is cached need not be computed (prefill); otherwise a request is as much work as it is long.
     """
