@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -186,6 +187,25 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
     for name in ("finish_reason", "prompt_tokens", "completion_tokens"):
         assert found["meta_info"][name] == wanted["meta_info"][name]
+
+
+def test_a_constrained_answer_goes_on_in_its_grammar(cluster: Cluster) -> None:
+    """Also when its decode node is killed: the other one stands in the grammar where the answer stands."""
+    pattern = "([a-z]{1,9} ){60}[0-9]{3}"
+    sampling = {"regex": pattern, "temperature": 0, "max_new_tokens": 700}
+    request = {"text": TEXT, "sampling_params": sampling, "stream": True}
+    _, resumes = cluster.moves()
+    last: dict[str, Any] = {}
+    seen = ""
+    with httpx.stream("POST", f"{cluster.router.url}/generate", json=request, timeout=60) as answer:
+        for line in answer.iter_lines():
+            last = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else last
+            if not seen and last and len(last["output_ids"]) >= 30:
+                seen = last["text"]
+                killed = wait_for(lambda: cluster.busy("decode", "num_running"), "a decode node at work")
+                os.kill(killed.process.pid, signal.SIGKILL)
+    assert re.fullmatch(pattern, last["text"]) and last["text"].startswith(seen) and seen
+    assert cluster.moves()[1] == resumes + 1
 
 
 @pytest.mark.parametrize("victim", ["front", "rank"])
