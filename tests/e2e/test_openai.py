@@ -79,7 +79,7 @@ def test_a_stream_is_the_whole_answer(clients: Clients) -> None:
     assert last.choices == [] and last.usage.completion_tokens == whole.usage.completion_tokens
     assert last.tandem["timing"]["decode_s"] > 0
     choices = [chunk.choices[0] for chunk in chunks]
-    assert choices[0].delta.role == "assistant" and len(choices) > 10
+    assert choices[0].delta.role == "assistant" and len(choices) > 2
     assert "".join(choice.delta.content or "" for choice in choices) == whole.choices[0].message.content
     assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
     assert len({chunk.id for chunk in [*chunks, last]}) == 1

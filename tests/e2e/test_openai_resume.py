@@ -21,7 +21,7 @@ from tests.support.stack import Stack
 
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does he have?"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SHARED = {"temperature": 1.0, "seed": 3, "max_tokens": 24, "ignore_eos": True, "stop": ["zzz"]}
+SHARED = {"temperature": 1.0, "seed": 3, "max_tokens": 40, "ignore_eos": True, "stop": ["zzz"]}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, {"messages": [{"role": "user", "content": QUESTION}], "logprobs": True, "top_logprobs": 2}),
     "usage": (CHAT, {"messages": [{"role": "user", "content": QUESTION}], "stream_options": {"include_usage": True}}),
@@ -30,7 +30,8 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Cut:
-    """Decode workers that forward to the real one. after: for each try, after how many events it dies; None: never."""
+    """Decode workers that forward to the real one. after: for each try, after how many events it dies, but before the
+    last one in any case, as a busy machine puts many tokens into one event; None: never."""
 
     def __init__(self, router: RunningRouter, decode_url: str, workers: list[MockWorker]) -> None:
         self.router, self.decode_url = router, decode_url
@@ -46,7 +47,7 @@ class Cut:
             response = web.StreamResponse(status=answer.status, headers={"content-type": answer.content_type})
             count = 0
             while event := await answer.content.readuntil(b"\n\n"):
-                if count == after:
+                if count == after or (after is not None and b'"finish_reason":"' in event):
                     break
                 if not response.prepared:
                     await response.prepare(request)
@@ -120,12 +121,12 @@ def parts(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 async def test_a_stream_goes_on_where_it_was(kind: str, cut: Cut) -> None:
     path, fields = BODIES[kind]
     whole = parts(await cut.ask(path, SHARED | fields, None))
-    assert len(whole["ids"]) == 24 and whole["finish"] == ["length"]
+    assert len(whole["ids"]) == 40 and whole["finish"] == ["length"]
     counters = cut.router.state.dispatcher.counters
     found = parts(await cut.ask(path, SHARED | fields, 5, None))
     for part, value in whole.items():
         if part == "usage" and value is not None:  # what was cached may differ
-            assert found[part]["completion_tokens"] == value["completion_tokens"] == 24
+            assert found[part]["completion_tokens"] == value["completion_tokens"] == 40
         else:
             assert found[part] == value, part
     assert (counters.retries, counters.resumes) == (0, 1)
