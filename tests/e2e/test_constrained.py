@@ -292,6 +292,18 @@ def test_disaggregated_is_unified(alone: list[Outcome]) -> None:
         ranks.assert_all_free()
 
 
+def test_a_turn_that_decode_computes_itself_follows_its_grammar(unified: Ranks) -> None:
+    prompt = random.Random(1).choices(range(1, VOCAB), k=200)
+    with disaggregated_ranks() as ranks:
+        (first,) = ranks.run([request(grammar("regex", "[a-z ]{20}"), prompt=prompt)])
+        turn = request(grammar("regex", "[0-9]{2}x{3}"), prompt=[*prompt, *first.ids, 9, 10], temperature=0.0)
+        (second,) = ranks.run([turn])
+        assert second.timing is not None and second.timing.transfer_bytes == {}, "nothing crossed the wire"
+        assert_equivalent(second, unified.run([turn])[0])
+        assert re.fullmatch("[0-9]{2}x{3}", text_of(second))
+        ranks.assert_all_free()
+
+
 def test_a_retracted_answer_goes_on_in_its_grammar() -> None:
     """Too few pages for all: answers are retracted and computed again, and still are what they are alone."""
     patterns = [f"([a-z] ){{40}}{i}" for i in range(6)]
