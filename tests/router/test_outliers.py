@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -130,11 +131,17 @@ def test_of_answers_that_are_not_streamed_only_prefill_is_measured() -> None:
         assert four.ejected() == ejected
 
 
+@pytest.fixture
+async def slow() -> AsyncIterator[MockWorker]:
+    worker = MockWorker("decode")
+    await worker.start()
+    yield worker
+    await worker.stop()
+
+
 async def test_in_the_router_the_slow_one_gets_nothing_until_its_time_is_over(
-    prefill: MockWorker, decode: MockWorker
+    prefill: MockWorker, decode: MockWorker, slow: MockWorker
 ) -> None:
-    slow = MockWorker("decode")
-    await slow.start()
     events = [event(answer_object())] * 3 + [event(b"[DONE]")]
     decode.script, slow.script = streams(*events, gap_s=0.0), streams(*events, gap_s=0.03)
     settings = {"outlier_factor": 3.0, "outlier_ejection_s": 0.5, "policy": "round_robin"}
@@ -154,4 +161,3 @@ async def test_in_the_router_the_slow_one_gets_nothing_until_its_time_is_over(
         for _ in range(4):
             assert (await router.generate(stream=True)).status_code == 200
         assert len(slow.bodies) > asked
-    await slow.stop()
