@@ -74,6 +74,9 @@ def _check_url(endpoint: str) -> None:
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_url = False
+    if is_url and "@" in parts.netloc:  # settings are shown
+        message = "--otlp-endpoint: a URL without a user and password; OTEL_EXPORTER_OTLP_HEADERS takes what is secret"
+        raise ConfigError(message, param="otlp_endpoint")
     if not is_url:
         raise ConfigError(f"--otlp-endpoint {endpoint}: a URL such as http://127.0.0.1:4318", param="otlp_endpoint")
 

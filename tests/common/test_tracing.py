@@ -26,6 +26,12 @@ def test_what_is_no_url_is_refused_by_name(endpoint: str) -> None:
     assert caught.value.param == "otlp_endpoint"
 
 
+def test_secrets_in_the_url_are_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as caught:
+        check_endpoint("https://me:hidden@collector:4318")
+    assert "hidden" not in caught.value.message and caught.value.param == "otlp_endpoint"
+
+
 def test_without_the_extra_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_MODULE", "opentelemetry_that_is_not_there.exporter")
     with pytest.raises(ConfigError, match=r"--otlp-endpoint http://x:1: .*tandem-serve\[otel\]"):
