@@ -82,8 +82,8 @@ class Admission:
         return self._limit is None or (self.num_running < self._limit and not self._lines)
 
     async def _wait(self, turn: Turn) -> None:
-        if self.num_waiting >= self._queue_size:
-            raise self._refusal("queue_full", f"{self.num_running} requests run and {self.num_waiting} wait")
+        if self.num_waiting >= self._queue_size and not self._make_room(turn.caller):
+            raise self._full()
         turn.place = asyncio.get_running_loop().create_future()
         self._lines.setdefault(turn.caller, deque()).append(turn)
         gone = asyncio.create_task(turn.gone())
@@ -99,6 +99,18 @@ class Admission:
             raise
         finally:
             gone.cancel()
+
+    def _make_room(self, caller: str | None) -> bool:
+        """Whoever fills the line keeps nobody else out: the newest request of the longest line goes, if that line is
+        longer even than this caller's will be."""
+        longest = max(self._lines.values(), key=len, default=None)
+        if longest is None or len(longest) <= len(self._lines.get(caller, ())) + 1:
+            return False
+        longest.pop().refuse(self._full())
+        return True
+
+    def _full(self) -> CapacityError:
+        return self._refusal("queue_full", f"{self.num_running} requests run and {self.num_waiting} wait")
 
     def _leave(self, turn: Turn, place: asyncio.Future[None]) -> None:
         """Whoever waits no more; a place that it got meanwhile goes to the next."""

@@ -200,6 +200,22 @@ async def test_callers_take_turns() -> None:
     assert line.numbers == (0, 0)
 
 
+async def test_whoever_fills_the_line_keeps_nobody_else_out() -> None:
+    line = Line(max_concurrent_requests=1, queue_size=3)
+    for name in ("a0", "a1", "a2", "a3"):
+        await line.join(name, "a")
+    for name, loser in (("a4", "a4"), ("b1", "a3"), ("c1", "a2"), ("d1", "d1"), ("a5", "a5"), ("b2", "b2")):
+        await line.join(name, name[0])
+        with pytest.raises(CapacityError) as refused:
+            await line.tasks[loser]
+        assert refused.value.code == "queue_full"
+        assert line.numbers == (1, 3)
+    for name in ("a0", "a1", "b1", "c1"):
+        assert line.got[-1] == name
+        await line.end(name)
+    assert line.numbers == (0, 0)
+
+
 async def test_a_place_that_comes_with_the_cancellation_goes_to_the_next() -> None:
     line = Line(max_concurrent_requests=1)
     for name in ("first", "second", "third"):
