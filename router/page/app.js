@@ -53,13 +53,13 @@ let before = null;
 
 function rates(status) {
   const done = Object.values(status.totals.ended).reduce((a, b) => a + b, 0);
-  const now = { at: status.uptime_s, done, tokens: status.totals.completion_tokens };
-  if (before && now.at > before.at) {
+  const now = { at: status.now, done, tokens: status.totals.completion_tokens };
+  if (before && now.done < before.done) {
+    history.requests.length = history.tokens.length = 0;  // the router has started again
+  } else if (before && now.at > before.at) {
     const span = now.at - before.at;
-    history.requests.push(Math.max(0, now.done - before.done) / span);
+    history.requests.push((now.done - before.done) / span);
     history.tokens.push(Math.max(0, now.tokens - before.tokens) / span);
-  } else if (before && now.at < before.at) {
-    history.requests.length = history.tokens.length = 0;  // another router answers
   }
   before = now;
   for (const line of Object.values(history)) if (line.length > HISTORY) line.shift();
