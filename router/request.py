@@ -59,10 +59,7 @@ class GenerateRequest:
 
     def leg_bodies(self, pair: Pair, rooms: Sequence[int]) -> tuple[bytes, bytes]:
         """(prefill, decode) bodies: the same but for `stream`, which the prefill leg is never asked for, and ranks of
-        workers that have several.
-
-        Raises RequestError when a field is nested too deep.
-        """
+        workers that have several."""
         fields = self.fields
         fields["bootstrap_host"] = pair.prefill.host
         fields["bootstrap_port"] = pair.prefill.bootstrap_port
