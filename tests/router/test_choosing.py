@@ -79,6 +79,21 @@ async def test_what_begins_alike_goes_where_it_went() -> None:
         assert sorted(held(running, role="prefill")) == sorted(held(running, role="decode")) == [0, 5]
 
 
+async def test_turns_at_openai_s_endpoints_go_where_they_went() -> None:
+    async with fleet() as running:
+        for path, bodies in (
+            ("/v1/completions", [{"prompt": HIT}, {"prompt": [HIT + "more"]}, {"prompt": HIT + "more, and more"}]),
+            ("/v1/chat/completions", [{"messages": [{"role": "user", "content": HIT}] * (i + 1)} for i in range(4)]),
+        ):
+            before = [len(worker.bodies) for worker in (*running.prefill, *running.decode)]
+            for body in bodies:
+                answer = await running.router.client.post(path, json=body, headers={"x-routing-key": "k"})
+                assert answer.status_code == 200
+            after = [len(worker.bodies) for worker in (*running.prefill, *running.decode)]
+            added = [now - was for was, now in zip(before, after, strict=True)]
+            assert sorted(added[:2]) == sorted(added[2:]) == [0, len(bodies)]
+
+
 async def test_a_worker_that_starts_again_or_flushes_has_nothing() -> None:
     async with fleet(health_interval_s=0.02) as running:
         prefill, decode = await running.ask(text=HIT)
