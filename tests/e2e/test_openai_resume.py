@@ -132,6 +132,22 @@ async def test_a_stream_goes_on_where_it_was(kind: str, cut: Cut) -> None:
     assert (counters.retries, counters.resumes) == (0, 1)
 
 
+async def test_a_call_of_a_tool_goes_on_where_it_was(cut: Cut) -> None:
+    """The client has nothing of the call yet, but tokens of it are made."""
+    properties = {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}
+    schema = {"type": "object", "properties": properties, "required": ["city", "days"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "plan", "parameters": schema}}]
+    fields = {"messages": [{"role": "user", "content": QUESTION}], "tools": tools, "tool_choice": "required"}
+    fields |= {"parallel_tool_calls": False, "rid": "names-the-calls"}
+    whole = await cut.ask(CHAT, fields | {"temperature": 0, "max_tokens": 100}, None)
+    found = await cut.ask(CHAT, fields | {"temperature": 0, "max_tokens": 100}, 8, None)
+    (call,) = [call for chunk in whole for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert json.loads(call["function"]["arguments"]).keys() == properties.keys()
+    assert [call for chunk in found for call in chunk["choices"][0]["delta"].get("tool_calls", [])] == [call]
+    assert parts(found) == parts(whole) and parts(found)["finish"] == ["tool_calls"]
+    assert cut.router.state.dispatcher.counters.resumes == 1
+
+
 async def test_before_the_first_event_it_is_tried_again(cut: Cut) -> None:
     path, fields = BODIES["chat"]
     whole = parts(await cut.ask(path, SHARED | fields, None))
