@@ -97,7 +97,9 @@ NODE_SETTINGS = (
     Setting("model", "served_name", ("--served-model-name",), str, "Name that clients use; the folder's by default"),
     Setting("model", "dtype", ("--dtype",), DType, "Of weights, KV and conv state"),
     Setting("model", "ssm_dtype", ("--mamba-ssm-dtype",), DType, "Of the SSM state"),
-    Setting("model", "device", ("--device",), str, "torch device of the rank"),
+    Setting(
+        "model", "device", ("--device",), str, "torch device; of several ranks cpu, cuda, or one each: cuda:0,cuda:1"
+    ),
     Setting("model", "load_format", ("--load-format",), LoadFormat, "dummy: random weights, to measure speed"),
     Setting("server", "host", ("--host",), str, "Address to listen on"),
     Setting("server", "port", ("--port",), int, "Port to listen on"),
@@ -183,7 +185,8 @@ NODE_SETTINGS = (
         (Role.DECODE,),
     ),
     Setting("engine", "context_length", ("--context-length",), int, "Longest sequence; the model's own by default"),
-    Setting("engine", "threads", ("--threads",), int, "torch threads of the rank"),
+    Setting("engine", "dp_size", ("--dp-size", "--data-parallel-size"), int, "Ranks: processes with a model each"),
+    Setting("engine", "threads", ("--threads",), int, "torch threads of each rank"),
     Setting(
         "transfer",
         "transport",

@@ -10,6 +10,8 @@ import msgspec
 from common.errors import ConfigError
 from common.reasoning import ReasoningParser
 
+MAX_RANKS = 64
+
 
 class Role(enum.StrEnum):
     UNIFIED = "unified"
@@ -65,10 +67,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the pools and of a step, and how states are saved. context_length None: the model's own.
 
-    threads: of torch, in a rank. chunked_prefill_size -1: prompts are not cut. mamba_scheduler_strategy: no_buffer or
-    extra_buffer. mamba_track_interval: tokens between the states that decode saves. local_prefill_max_tokens: how much
-    of a prompt a decode node computes itself when it holds the rest. disable_overlap_schedule None: on the CPU, where
-    planning and computing share the cores.
+    dp_size: ranks of the node. threads: of torch, in a rank. chunked_prefill_size -1: prompts are not cut.
+    mamba_scheduler_strategy: no_buffer or extra_buffer. mamba_track_interval: tokens between the states that decode
+    saves. local_prefill_max_tokens: how much of a prompt a decode node computes itself when it holds the rest.
+    disable_overlap_schedule None: on the CPU, where planning and computing share the cores.
     """
 
     page_size: int = 16
@@ -77,6 +79,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int = 48
     chunked_prefill_size: int = 1024
     context_length: int | None = None
+    dp_size: int = 1
     threads: int = 1
     mamba_scheduler_strategy: str = "extra_buffer"
     mamba_track_interval: int = 256
@@ -283,6 +286,7 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
             f"--local-prefill-max-tokens {engine.local_prefill_max_tokens}: 0 or more", param="local_prefill_max_tokens"
         )
     _positive("threads", engine.threads)
+    rank_devices(config)
     if engine.context_length is not None:
         _positive("context_length", engine.context_length)
     if engine.max_state_slots < 2:
@@ -332,6 +336,30 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
         if not 0 <= port <= 65535:
             raise ConfigError(f"--{name.replace('_', '-')} {port}: 0 to 65535", param=name)
     return config
+
+
+def rank_devices(config: NodeConfig) -> tuple[str, ...]:
+    """The device of each rank, one for every rank on a card. Raises ConfigError."""
+    device, count = config.model.device, config.engine.dp_size
+    if not 1 <= count <= MAX_RANKS:
+        raise ConfigError(f"--dp-size {count}: 1 to {MAX_RANKS}", param="dp_size")
+    names = [name.strip() for name in device.split(",")]
+    if names == ["cuda"] and count > 1:
+        return tuple(f"cuda:{card}" for card in range(count))
+    shared = names * count if names == ["cpu"] else names
+    on_cards = all(name.partition(":")[0] == "cuda" for name in names)
+    if len(shared) != count or len(set(names)) != len(names) or (count > 1 and not on_cards and names != ["cpu"]):
+        raise ConfigError(
+            f"--device {device}: with --dp-size {count} it is cpu, cuda or {count} different cards (cuda:0,cuda:1)",
+            param="device",
+        )
+    return tuple(shared)
+
+
+def rank_config(config: NodeConfig, rank: int) -> NodeConfig:
+    """The settings of one rank of a node: those of the node, with the device of this rank."""
+    device = rank_devices(config)[rank]
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, device=device))
 
 
 def chosen_transport(asked: TransportName, device: str) -> TransportName:

@@ -73,16 +73,14 @@ class ServingNode:
         return self.config.transfer.liveness_timeout_s
 
     def check_serving(self) -> None:
-        """Raises WorkerError: the node drains, or the error of a rank that is dead or silent."""
+        """Raises WorkerError: the node drains, or all of its ranks are dead or silent."""
         self.client.check_open()
-        for error in self.client.errors():
-            raise error
+        self.client.check_usable()
 
     async def query_all(self, what: str, *, limit: int = 0) -> list[dict[str, Any]]:
-        """One answer a rank. Raises the first rank's error."""
+        """One answer of each rank that is not dead. Raises the first one's error."""
         asked = (
-            self.client.query(rank, what, timeout_s=self.query_timeout_s, limit=limit)
-            for rank in range(self.client.num_ranks)
+            self.client.query(rank, what, timeout_s=self.query_timeout_s, limit=limit) for rank in self.client.living()
         )
         return await asyncio.gather(*asked)
 
@@ -145,11 +143,12 @@ def _add_health(app: FastAPI, node: ServingNode) -> None:
 
 
 async def _probe(node: ServingNode) -> None:
-    """Make one token at every rank; a prefill rank, which needs a room for that, answers a question instead."""
+    """Make one token at every rank that can be used; a prefill rank, which needs a room for that, answers a question
+    instead."""
     if node.limits.role is Role.PREFILL:
         await node.query_all("state")
         return
-    await asyncio.gather(*(_make_token(node, rank) for rank in range(node.client.num_ranks)))
+    await asyncio.gather(*(_make_token(node, rank) for rank in node.client.usable()))
 
 
 async def _make_token(node: ServingNode, rank: int) -> None:
@@ -185,9 +184,16 @@ def _add_info(app: FastAPI, node: ServingNode) -> None:
     @app.get("/server_info")
     @app.get("/get_server_info")
     async def get_server_info() -> Response:
-        info = server_info(node.config, node.limits, node.client.readies(), bootstrap_port=node.bootstrap_port)
+        info = server_info(
+            node.config,
+            node.limits,
+            node.client.readies(),
+            usable=node.client.usable(),
+            bootstrap_port=node.bootstrap_port,
+        )
         states = await _ask_each(node, "state")
-        return json_response({**info, "internal_states": [_or_error(state) for state in states]})
+        named = [{"dp_rank": rank, **_or_error(state)} for rank, state in enumerate(states)]
+        return json_response({**info, "internal_states": named})
 
 
 async def _ask_each(node: ServingNode, what: str, *, limit: int = 0) -> list[dict[str, Any] | ServingError]:

@@ -18,6 +18,9 @@ class Bootstrap(Protocol):
     @property
     def port(self) -> int: ...
 
+    def move_rank(self, rank: int, address: tuple[str, int]) -> None:
+        """Another process is there in the place of this rank."""
+
     async def close(self) -> None: ...
 
 

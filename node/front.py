@@ -1,6 +1,7 @@
 """The front process of a node: starts the ranks, serves HTTP, ends the ranks.
 
     check ports ──► start ranks ──► all Ready ──► (bootstrap endpoint) ──► HTTP … signal ──► drain ──► Shutdown ──► exit
+                                                   a rank dies: another one is started in its place
                                                                             └── the last rank died ──► exit 1
 
 The first SIGTERM or SIGINT lets what runs end, for the drain time-out at most, and refuses the rest; the second one
@@ -19,6 +20,7 @@ import logging
 import signal
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +39,7 @@ from common.net import is_loopback
 from common.tls import TlsConfig, server_context
 from common.tracing import Tracing, closing, open_tracing
 from node.app import ServingNode, create_app
-from node.bootstrap import StartBootstrap, start_bootstrap
+from node.bootstrap import Bootstrap, StartBootstrap, start_bootstrap
 from node.chat_template import ChatTemplate, load_chat_template
 from node.grammars import GrammarChecker, Settings
 from node.ipc import ipc_directory
@@ -59,13 +61,13 @@ WRITTEN_POLL_S = 0.05
 RANK_STOP_S = 4.0
 RANK_START_S = 1800.0
 LAST_WORDS_S = 0.5
+RESTART_WAIT_S = 30.0  # at most, before a rank that does not live longer than this is started again
 
 
 def serve(
     config: NodeConfig,
     *,
     command: list[str] | None = None,
-    num_ranks: int = 1,
     bootstrap: StartBootstrap = start_bootstrap,
     rank_stop_s: float = RANK_STOP_S,
 ) -> None:
@@ -89,7 +91,6 @@ def serve(
         front = _Front(
             config=config,
             command=command or rank_command(config.role),
-            num_ranks=num_ranks,
             start_bootstrap=bootstrap,
             rank_stop_s=rank_stop_s,
             tokenizer=tokenizer,
@@ -116,7 +117,6 @@ def _tls_config(server: ServerConfig) -> TlsConfig:
 class _Front:
     config: NodeConfig
     command: list[str]
-    num_ranks: int
     start_bootstrap: StartBootstrap
     rank_stop_s: float
     tokenizer: Tokenizer
@@ -130,6 +130,7 @@ class _Front:
     next_command: list[str] | None = None  # what the process becomes when it has drained
     draining: asyncio.Event = field(default_factory=asyncio.Event)  # a signal came
     stopping: asyncio.Event = field(default_factory=asyncio.Event)  # a second one, or there is no rank to drain
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a process in the place of a dead one
     last_death: WorkerError | None = None  # of the last rank that lived, while the node served
 
     async def run(self) -> None:
@@ -143,6 +144,7 @@ class _Front:
             self.ipc_dir,
             silence_timeout_s=transfer.first_token_timeout_s,
             liveness_timeout_s=transfer.liveness_timeout_s,
+            by_room=self.config.role is Role.PREFILL,
         )
         if self.tracing is not None:
             client.begin_trace = partial(RequestTrace, self.tracing, self.config.role.value)
@@ -163,41 +165,61 @@ class _Front:
             return
         (self.stopping if self.draining.is_set() else self.draining).set()
 
+    @property
+    def num_ranks(self) -> int:
+        return self.config.engine.dp_size
+
     @asynccontextmanager
     async def _ranks(self, client: RankClient) -> AsyncIterator[None]:
         processes: list[RankProcess] = []
-        watchers = []
+        keepers = []
         try:
             for rank in range(self.num_ranks):
                 process = await start_rank(self.config, self.command, self.ipc_dir, rank)
                 processes.append(process)
                 client.add_rank(rank, process.pid)
-                watchers.append(asyncio.create_task(self._watch(process, client)))
+                keepers.append(asyncio.create_task(self._keep(processes, rank, client)))
             yield
         finally:
-            for watcher in watchers:
-                watcher.cancel()
+            async with self.starting:
+                for keeper in keepers:
+                    keeper.cancel()
             client.shut_down_ranks()
-            # A rank that loads does not listen, and a second signal waits for nothing.
-            patient = len(client.readies()) == self.num_ranks and not self.stopping.is_set()
-            grace_s = self.rank_stop_s if patient else LAST_WORDS_S
-            level = logging.WARNING if patient else logging.DEBUG
-            await asyncio.gather(*(process.stop(grace_s=grace_s, level=level) for process in processes))
+            await asyncio.gather(*(self._stop(process, client) for process in processes))
 
-    async def _watch(self, process: RankProcess, client: RankClient) -> None:
-        error = await process.wait()
-        log.error(error.message)
-        is_serving = len(client.readies()) == self.num_ranks
-        if not is_serving:
-            await asyncio.sleep(LAST_WORDS_S)  # its StartFailed, which says more, may still be on its way
-        client.on_rank_death(process.rank, error)
+    async def _stop(self, process: RankProcess, client: RankClient) -> None:
+        """A rank that loads does not listen, and a second signal waits for nothing."""
+        is_ready = process.rank in client.living() and len(client.readies()) == self.num_ranks
+        patient = is_ready and not self.stopping.is_set()
+        level = logging.WARNING if patient else logging.DEBUG
+        await process.stop(grace_s=self.rank_stop_s if patient else LAST_WORDS_S, level=level)
+
+    async def _keep(self, processes: list[RankProcess], rank: int, client: RankClient) -> None:
+        """Start another process, while others serve, whenever the one of this rank has ended."""
+        wait_s = 0.0
+        while True:
+            began_s = time.monotonic()
+            error = await processes[rank].wait()
+            log.error(error.message)
+            is_serving = len(client.readies()) == self.num_ranks
+            if not is_serving:
+                await asyncio.sleep(LAST_WORDS_S)  # its StartFailed, which says more, may still be on its way
+            client.on_rank_death(rank, error)
+            if not is_serving or client.all_dead or self.stopping.is_set():
+                break
+            wait_s = 0.0 if time.monotonic() - began_s > RESTART_WAIT_S else min(2 * wait_s + 1.0, RESTART_WAIT_S)
+            await asyncio.sleep(wait_s)
+            async with self.starting:
+                processes[rank] = await start_rank(self.config, self.command, self.ipc_dir, rank)
+                client.replace_rank(rank, processes[rank].pid)
+            log.info("rank %d is started again (pid %d)", rank, processes[rank].pid)
         if is_serving and client.all_dead and not self.stopping.is_set():
             log.error("no rank is left: the node ends")
             self.last_death = error
             self.stopping.set()
 
     async def _serve_ready(self, client: RankClient, readies: list[Ready]) -> None:
-        async with self._bootstrap(readies) as bootstrap_port, _grammars(self.config, readies) as grammars:
+        async with self._bootstrap(client, readies) as bootstrap_port, _grammars(self.config, readies) as grammars:
             node = ServingNode(
                 config=self.config,
                 grammars=grammars,
@@ -213,11 +235,12 @@ class _Front:
             await self._serve_http(node)
 
     @asynccontextmanager
-    async def _bootstrap(self, readies: list[Ready]) -> AsyncIterator[int | None]:
+    async def _bootstrap(self, client: RankClient, readies: list[Ready]) -> AsyncIterator[int | None]:
         if self.config.role is not Role.PREFILL:
             yield None
             return
         endpoint = await self.start_bootstrap(self.config, readies)
+        client.on_return = partial(_move_rank, endpoint)
         try:
             yield endpoint.port
         finally:
@@ -348,6 +371,11 @@ async def _wait_ready(client: RankClient) -> list[Ready]:
         return await asyncio.wait_for(client.wait_ready(), RANK_START_S)
     except TimeoutError:
         raise WorkerError(f"the ranks were not ready in {RANK_START_S:g} s", code="start_timeout") from None
+
+
+def _move_rank(endpoint: Bootstrap, rank: int, ready: Ready) -> None:
+    if ready.control_address is not None:
+        endpoint.move_rank(rank, ready.control_address)
 
 
 def _serving_limits(config: NodeConfig, readies: list[Ready], bootstrap_port: int | None) -> ServingLimits:

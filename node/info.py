@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,15 @@ def model_info(config: NodeConfig) -> dict[str, Any]:
 
 
 def server_info(
-    config: NodeConfig, limits: ServingLimits, readies: list[Ready], *, bootstrap_port: int | None
+    config: NodeConfig,
+    limits: ServingLimits,
+    readies: list[Ready],
+    *,
+    usable: Collection[int],
+    bootstrap_port: int | None,
 ) -> dict[str, Any]:
-    """All but `internal_states`, which the caller asks the ranks for.
+    """All but `internal_states`, which the caller asks the ranks for. readies, usable: of all ranks, and which of them
+    take sequences.
 
     The settings come first, the names that SGLang's clients read overwrite them.
     """
@@ -63,7 +70,7 @@ def server_info(
         "weight_version": WEIGHT_VERSION,
         "resumes_answers": True,
         "version": version("tandem-serve"),
-        "ranks": [_rank(ready) for ready in readies],
+        "ranks": [_rank(ready) | {"alive": rank in usable} for rank, ready in enumerate(readies)],
     }
 
 

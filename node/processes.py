@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from common.config import NodeConfig, Role
+from common.config import NodeConfig, Role, rank_config
 from common.errors import WorkerError
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ async def start_rank(config: NodeConfig, command: list[str], ipc_dir: Path, rank
     )
     assert process.stdin is not None
     started = RankProcess(rank, process, sys.stderr.buffer)
-    process.stdin.write(msgspec.json.encode(config))
+    process.stdin.write(msgspec.json.encode(rank_config(config, rank)))
     process.stdin.close()
     return started
 

@@ -46,6 +46,7 @@ from node.messages import (
 )
 from node.meter import Meter
 from node.processes import cpu_seconds
+from node.rank_choice import RankChoice
 from node.trace import RequestTrace
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ class Running(msgspec.Struct, kw_only=True):
 
 
 class RankLink(msgspec.Struct, kw_only=True):
-    """One rank as the front sees it. death, silence: why it cannot be used any more, or now.
+    """One rank as the front sees it. death: why it cannot be used until the process in its place is ready; silence: why
+    it cannot be used now. ready: what it said last; of a dead one what it was.
 
     heard_s: when it last answered or computed. cpu_s: processor time that it had used when it was last looked at.
     """
@@ -140,11 +142,19 @@ class RankClient:
     """silence_timeout_s: a sequence whose rank says nothing about it for so long has failed. liveness_timeout_s: a
     rank that says nothing at all for so long is silent.
 
+    by_room: a room belongs to rank number room % ranks, which is how decode finds it on a prefill node. Otherwise a
+    sequence goes where its client wants it, or if nothing can run there or the client does not mind, see `RankChoice`.
+
     `start` begins to listen on ipc_dir; ranks are made known with `add_rank` and are usable after `wait_ready`.
+    on_return: called when the process in the place of a dead rank is ready.
     """
 
-    def __init__(self, ipc_dir: Path, *, silence_timeout_s: float, liveness_timeout_s: float) -> None:
+    def __init__(
+        self, ipc_dir: Path, *, silence_timeout_s: float, liveness_timeout_s: float, by_room: bool = False
+    ) -> None:
         self._ipc_dir = ipc_dir
+        self._by_room = by_room
+        self._choice = RankChoice()
         self._silence_timeout_s = silence_timeout_s
         self._liveness_timeout_s = liveness_timeout_s
         self._watch_interval_s = min(MAX_WATCH_INTERVAL_S, liveness_timeout_s / 4)
@@ -164,6 +174,7 @@ class RankClient:
         self._all_answered = asyncio.Event()
         self.meter = Meter()
         self.begin_trace: Callable[[list[Submit]], RequestTrace | None] = _no_trace
+        self.on_return: Callable[[int, Ready], None] = _tell_nobody
 
     # -- life of the connection --------------------------------------------------------------------
 
@@ -178,10 +189,20 @@ class RankClient:
 
     def add_rank(self, rank: int, pid: int) -> None:
         assert rank == len(self._links), f"rank {rank} after {len(self._links)} others"
+        self._links.append(RankLink(rank=rank, pid=pid, push=self._connect(rank)))
+
+    def replace_rank(self, rank: int, pid: int) -> None:
+        """Another process is started in the place of a dead one. It is usable once it is ready."""
+        link = self._links[rank]
+        assert link.death is not None, f"rank {rank} lives"
+        link.push.close(linger=0)  # and what the dead one has not read
+        link.push, link.pid, link.cpu_s = self._connect(rank), pid, 0.0
+
+    def _connect(self, rank: int) -> zmq.Socket[bytes]:
         push = self._context.socket(zmq.PUSH)
         push.set_hwm(0)
         push.connect(f"ipc://{self._ipc_dir}/to_rank{rank}")
-        self._links.append(RankLink(rank=rank, pid=pid, push=push))
+        return push
 
     async def wait_ready(self) -> list[Ready]:
         """Every rank's `Ready`, by rank. Raises the error of the first one that cannot start or dies."""
@@ -210,6 +231,19 @@ class RankClient:
     def errors(self) -> list[ServingError]:
         """One for each rank that cannot be used, now or ever."""
         return [link.error for link in self._links if link.error is not None]
+
+    def usable(self) -> list[int]:
+        """The ranks that take sequences."""
+        return [link.rank for link in self._links if link.error is None]
+
+    def living(self) -> list[int]:
+        """The ranks that are not dead: usable ones, and silent ones."""
+        return [link.rank for link in self._links if link.death is None]
+
+    def check_usable(self) -> None:
+        """Raises the first rank's error when no rank can be used."""
+        if not self.usable():
+            raise self._links[0].error or WorkerError("the node has no ranks")
 
     @property
     def all_dead(self) -> bool:
@@ -246,10 +280,11 @@ class RankClient:
         ]
 
     def loads(self) -> list[dict[str, int]]:
-        """What each rank has in flight, as SGLang's /get_load names it. Waiting and pending: before the first token."""
-        loads = [
-            {"dp_rank": link.rank, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0, "num_pending_tokens": 0}
-            for link in self._links
+        """What each rank has in flight, as SGLang's /get_load names it. Waiting and pending: before the first token.
+        alive: whether it can be used."""
+        names = ("num_reqs", "num_waiting_reqs", "num_tokens", "num_pending_tokens")
+        loads: list[dict[str, int]] = [
+            {"dp_rank": link.rank, "alive": link.error is None} | dict.fromkeys(names, 0) for link in self._links
         ]
         for entry in self._running.values():
             load = loads[entry.rank]
@@ -303,14 +338,14 @@ class RankClient:
     def submit(self, submits: list[Submit], mailbox: Mailbox, *, groups: list[str | None], rank: int | None) -> None:
         """Start all sequences of a request, or none of them.
 
-        groups: one a sequence. rank: where the client wants them; None: by room, or else where the fewest run. Raises
-        RequestError for a rid or a room that is in use and WorkerError when the rank is dead or silent, or when the
-        node drains.
+        groups: one a sequence. rank: where the client wants them. Raises RequestError for a rid or a room that is in
+        use and WorkerError when no rank can be used, or not that of the room, or when the node drains.
         """
         self.check_open()
         for submit in submits:
             self._check_free(submit)
-        ranks = [self._choose(submit, rank) for submit in submits]
+        self.check_usable()
+        ranks = self._choose_ranks(submits, rank)
         for chosen in ranks:
             if (error := self._links[chosen].error) is not None:
                 raise error
@@ -356,13 +391,22 @@ class RankClient:
                 param="bootstrap_room",
             )
 
-    def _choose(self, submit: Submit, rank: int | None) -> int:
-        if rank is not None:
-            return rank
-        if submit.room is not None:
+    def _choose_ranks(self, submits: list[Submit], rank: int | None) -> list[int]:
+        """Of each sequence; those of one request count for the next of it."""
+        loads, ranks = {usable: self._load[usable] for usable in self.usable()}, []
+        for submit in submits:
+            ranks.append(self._choose(submit, rank, loads))
+            loads[ranks[-1]] = loads.get(ranks[-1], 0) + 1
+        return ranks
+
+    def _choose(self, submit: Submit, rank: int | None, loads: dict[int, int]) -> int:
+        if len(self._links) == 1:
+            return 0
+        if self._by_room and submit.room is not None:
             return submit.room.room % len(self._links)
-        alive = [link.rank for link in self._links if link.error is None]
-        return min(alive, key=lambda r: self._load[r], default=0)
+        if rank in loads:
+            return rank
+        return self._choice.choose(submit.token_ids, submit.extra_key, loads)
 
     def _add(self, submit: Submit, mailbox: Mailbox, group: str | None, rank: int, now: float) -> None:
         room = None if submit.room is None else submit.room.room
@@ -467,7 +511,15 @@ class RankClient:
         if link is None:
             self._fail_start(WorkerError(f"a process that is none of our ranks is ready: pid {ready.pid}"))
             return
+        if link.ready is not None and link.ready.fingerprint != ready.fingerprint:
+            log.error("rank %d came back with another state layout, %s: not used", link.rank, ready.fingerprint)
+            self._send(link.rank, Shutdown())
+            return
+        was_dead, link.death, link.silence = link.death is not None, None, None
         link.ready, link.heard_s = ready, time.monotonic()
+        if was_dead:
+            log.warning("rank %d serves again (pid %d)", link.rank, link.pid)
+            self.on_return(link.rank, ready)
         if all(link.ready for link in self._links) and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
@@ -478,8 +530,11 @@ class RankClient:
     # -- what goes wrong ---------------------------------------------------------------------------
 
     def on_rank_death(self, rank: int, error: ServingError) -> None:
-        """The process is gone: everything that it ran or was asked fails at once, with this error."""
+        """The process is gone: everything that it ran or was asked fails at once, with this error. What it had said
+        before is taken in first."""
+        self._receive()
         self._links[rank].death = error
+        self._choice.forget(rank)
         self._fail_start(error)
         self.fail_running(error, rank=rank)
         self._fail_queries(error, rank)
@@ -551,6 +606,10 @@ class RankClient:
             log.warning("rank %d said nothing about %s for %g s", entry.rank, entry.rid, self._silence_timeout_s)
             self.abort([entry.rid], "silent for too long")
             self._tell(entry, _silent(entry.rank, self._silence_timeout_s))
+
+
+def _tell_nobody(_: int, __: Ready) -> None:
+    """Nobody asks who returns."""
 
 
 def _no_trace(_: list[Submit]) -> None:

@@ -54,6 +54,12 @@ class BootstrapServer:
     def port(self) -> int:
         return self._server.address[1]
 
+    def move_rank(self, rank: int, address: tuple[str, int]) -> None:
+        """Another process is there in the place of this rank. Who knew the old address asks again."""
+        addresses = list(self._ranks.addresses)
+        addresses[rank] = address
+        self._ranks = Ranks(addresses=tuple(addresses))
+
     async def start(self) -> None:
         """Raises ConfigError when the port is taken."""
         await self._server.start()

@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
-from common.config import ModelConfig, NodeConfig, Role, ServerConfig, TransferConfig, TransportName
-from tests.support.stack import MODEL, REPO, Server, free_port, generate, node, running, stop, wait_healthy
+from tests.support.stack import Server, free_port, generate, node, running, wait_healthy
 
 pytestmark = pytest.mark.slow
 
+TWO_RANKS = ("--dp-size", "2", "--transport", "loopback")
 PARAMETERS = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-
-
-@contextmanager
-def two_ranks(role: Role, folder: Path, bootstrap_port: int) -> Iterator[Server]:
-    port, log = free_port(), folder / f"{role.value}.log"
-    config = NodeConfig(
-        role=role,
-        model=ModelConfig(path=str(MODEL)),
-        transfer=TransferConfig(transport=TransportName.LOOPBACK),
-        server=ServerConfig(port=port, bootstrap_port=bootstrap_port),
-    )
-    command = [sys.executable, "-m", "tests.support.serve_ranks", "2"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=REPO, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(config))
-        process.stdin.close()
-        yield Server(name=role.value, process=process, url=f"http://127.0.0.1:{port}", log=log)
-    finally:
-        stop(process)
 
 
 def states(server: Server) -> list[dict[str, Any]]:
@@ -56,8 +29,8 @@ def prompt(place: int) -> list[int]:
 def test_a_router_chooses_the_ranks_of_both_nodes(tmp_path: Path) -> None:
     with ExitStack() as exits:
         bootstrap_port, port = free_port(), free_port()
-        prefill = exits.enter_context(two_ranks(Role.PREFILL, tmp_path, bootstrap_port))
-        decode = exits.enter_context(two_ranks(Role.DECODE, tmp_path, free_port()))
+        prefill = exits.enter_context(node("prefill", tmp_path, TWO_RANKS, bootstrap_port=bootstrap_port))
+        decode = exits.enter_context(node("decode", tmp_path, TWO_RANKS))
         unified = exits.enter_context(node("unified", tmp_path))
         arguments = ["router", "--port", str(port), "--prefill", prefill.url, str(bootstrap_port)]
         arguments += ["--decode", decode.url]

@@ -17,6 +17,9 @@ class FakeBootstrap:
     def __init__(self, port: int) -> None:
         self.port = port
 
+    def move_rank(self, rank: int, address: tuple[str, int]) -> None:
+        print(f"rank {rank} moved to {address[0]}:{address[1]}", file=sys.stderr, flush=True)
+
     async def close(self) -> None:
         print("bootstrap closed", file=sys.stderr)
 
@@ -29,9 +32,10 @@ async def start_bootstrap(config: NodeConfig, readies: list[Ready]) -> FakeBoots
 def main() -> None:
     mode, num_ranks = sys.argv[1], int(sys.argv[2])
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
+    config = msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, dp_size=num_ranks))
     command = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), "--mode", mode]
     try:
-        serve(config, command=command, num_ranks=num_ranks, bootstrap=start_bootstrap, rank_stop_s=0.7)
+        serve(config, command=command, bootstrap=start_bootstrap, rank_stop_s=0.7)
     except ServingError as error:
         print(f"{error.record().type} {error.code}: {error.message}", file=sys.stderr)
         sys.exit(2)

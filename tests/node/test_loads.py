@@ -16,7 +16,8 @@ def loads(node: FakeNode) -> list[dict[str, int]]:
 
 
 def idle(rank: int) -> dict[str, int]:
-    return {"dp_rank": rank, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0, "num_pending_tokens": 0}
+    names = ("num_reqs", "num_waiting_reqs", "num_tokens", "num_pending_tokens")
+    return {"dp_rank": rank, "alive": True} | dict.fromkeys(names, 0)
 
 
 def abort(node: FakeNode, rid: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from common.errors import AbortedError, RequestError, WorkerError
@@ -23,6 +24,7 @@ from node.messages import (
     Query,
     Ready,
     Reply,
+    Shutdown,
     Submit,
     Update,
     Updates,
@@ -303,3 +305,84 @@ async def test_a_front_that_was_held_up_judges_nobody() -> None:
         time.sleep(3 * LIVENESS_S)  # noqa: ASYNC251 - the point
         await asyncio.sleep(LIVENESS_S / 4)
         assert client.errors() == []
+
+
+@asynccontextmanager
+async def two_ranks(*, by_room: bool = False) -> AsyncIterator[tuple[RankClient, list[SocketRank]]]:
+    with ipc_directory() as ipc_dir:
+        client = RankClient(ipc_dir, silence_timeout_s=30.0, liveness_timeout_s=30.0, by_room=by_room)
+        client.start()
+        ranks = [SocketRank(ipc_dir, number) for number in range(2)]
+        for number in range(2):
+            client.add_rank(number, 1000 + number)
+            ranks[number].send(ready(1000 + number))
+        async with asyncio.timeout(5):
+            await client.wait_ready()
+        try:
+            yield client, ranks
+        finally:
+            client.close()
+            for rank in ranks:
+                rank.sockets.close(linger_ms=0)
+
+
+def loads(client: RankClient) -> list[int]:
+    return [load["num_reqs"] for load in client.loads()]
+
+
+async def test_a_batch_is_spread() -> None:
+    async with two_ranks() as (client, _):
+        client.submit([submit(f"r{i}", room=2 * i) for i in range(6)], Mailbox(), groups=[None] * 6, rank=None)
+        assert loads(client) == [3, 3]
+        client.submit([submit(f"s{i}") for i in range(4)], Mailbox(), groups=[None] * 4, rank=1)
+        assert loads(client) == [3, 7]
+        client.submit([submit(f"t{i}") for i in range(4)], Mailbox(), groups=[None] * 4, rank=None)
+        assert loads(client) == [7, 7]
+
+
+async def test_on_a_prefill_node_the_room_says_which_rank() -> None:
+    async with two_ranks(by_room=True) as (client, _):
+        client.submit([submit("a", room=5), submit("b", room=7)], Mailbox(), groups=[None] * 2, rank=0)
+        assert loads(client) == [0, 2]
+        client.on_rank_death(1, WorkerError("gone", code="rank_died"))
+        with pytest.raises(WorkerError, match="gone"):
+            client.submit([submit("c", room=9)], Mailbox(), groups=[None], rank=None)
+        client.submit([submit("d", room=8)], Mailbox(), groups=[None], rank=None)
+        assert loads(client) == [1, 0]
+
+
+async def test_a_dead_rank_is_out_of_rotation_until_another_process_is_ready_in_its_place() -> None:
+    async with two_ranks() as (client, ranks):
+        back = asyncio.Event()
+        client.on_return = lambda rank, _: back.set()
+        mailbox = Mailbox()
+        client.submit([submit("a")], mailbox, groups=[None], rank=1)
+        client.on_rank_death(1, WorkerError("gone", code="rank_died"))
+        (failure,) = await take(mailbox, 1)
+        assert isinstance(failure, Failure) and failure.error.code == "rank_died"
+        client.check_usable()
+        client.submit([submit("b"), submit("c")], Mailbox(), groups=[None] * 2, rank=1)
+        assert loads(client) == [2, 0] and client.usable() == [0] and not client.all_dead
+        client.replace_rank(1, 2001)
+        client.submit([submit("d")], Mailbox(), groups=[None], rank=None)
+        assert loads(client) == [3, 0], "it still loads"
+        ranks[1].send(ready(2001))
+        async with asyncio.timeout(5):
+            await back.wait()
+        assert client.usable() == [0, 1]
+        client.submit([submit("e")], Mailbox(), groups=[None], rank=None)
+        assert loads(client) == [3, 1]
+        client.on_rank_death(0, WorkerError("gone", code="rank_died"))
+        client.on_rank_death(1, WorkerError("gone", code="rank_died"))
+        assert client.all_dead
+        with pytest.raises(WorkerError, match="gone"):
+            client.check_usable()
+
+
+async def test_a_process_of_another_model_is_not_taken_back() -> None:
+    async with two_ranks() as (client, ranks):
+        client.on_rank_death(1, WorkerError("gone", code="rank_died"))
+        client.replace_rank(1, 2001)
+        ranks[1].send(msgspec.structs.replace(ready(2001), fingerprint="another"))
+        assert isinstance(await asyncio.to_thread(ranks[1].receive), Shutdown)
+        assert client.usable() == [0]

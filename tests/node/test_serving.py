@@ -162,8 +162,8 @@ def test_a_room_and_a_rid_in_use_are_refused_until_their_owner_ends(decode: Fake
     assert again.status_code == 200
 
 
-def test_requests_go_to_the_rank_of_their_room_or_the_one_they_name(decode: FakeNode) -> None:
-    for extra, rank in ((room(6), 0), (room(7), 1), ({"routed_dp_rank": 1}, 1), ({"routed_dp_rank": 0}, 0)):
+def test_requests_go_to_the_rank_that_they_name(decode: FakeNode) -> None:
+    for extra, rank in (({"routed_dp_rank": 1}, 1), ({"data_parallel_rank": 0, **room(7)}, 0)):
         body = {"text": "a", "sampling_params": SLOW, "rid": f"to-{rank}", **extra}
         thread, _ = in_background(lambda body=body: decode.post(body))
         wait_for(lambda rank=rank: decode.state(rank)["num_running"] == 1)
