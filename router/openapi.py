@@ -38,10 +38,12 @@ def _ref(name: str) -> _Schema:
 
 
 def _one_or_many(item: _Schema) -> _Schema:
-    return {"anyOf": [item, {"type": "array", "items": item, "maxItems": 512}]}
+    return {"anyOf": [item, {"type": "array", "items": item, "minItems": 1, "maxItems": 512}]}
 
 
-_IDS: _Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TEXT: _Schema = {"type": "string", "minLength": 1}
+_IDS: _Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_ID_LISTS: _Schema = {"type": "array", "items": _IDS, "minItems": 1, "maxItems": 512}
 _COUNT = 2**31 - 1
 _STOP = {"description": "cut off the text", "anyOf": [{"type": "null"}, *_one_or_many({"type": "string"})["anyOf"]]}
 _BIAS = {
@@ -103,7 +105,6 @@ _MESSAGE: _Schema = {
         "content": {
             "anyOf": [
                 {"type": "string"},
-                {"type": "null"},
                 {
                     "type": "array",
                     "items": _object({"type": {"const": "text"}, "text": {"type": "string"}}, ("type", "text")),
@@ -114,6 +115,7 @@ _MESSAGE: _Schema = {
         "tool_call_id": {"type": "string"},
     },
     "required": ["role"],
+    "description": "content may be missing only beside tool_calls",
 }
 _SCHEMAS: _Schema = {
     "Error": _object(
@@ -134,17 +136,22 @@ _SCHEMAS: _Schema = {
     "SamplingParams": _object(_SAMPLING_PARAMS),
     "GenerateRequest": _object(
         {
-            "text": _one_or_many({"type": "string"}),
-            "input_ids": {"anyOf": [_IDS, {"type": "array", "items": _IDS}]},
+            "text": _one_or_many(_TEXT),
+            "input_ids": {"anyOf": [_IDS, _ID_LISTS]},
             "sampling_params": _one_or_many(_ref("SamplingParams")),
             "stream": _bool("server-sent events in place of one JSON answer"),
             "rid": _one_or_many({"type": "string", "minLength": 1, "maxLength": 256}),
             "extra_key": {"anyOf": [{"type": "null"}, {"type": "string", "minLength": 1, "maxLength": 1024}]},
             "return_logprob": _bool("log-probabilities of the answer's tokens"),
-            "logprob_start_len": _number("integer", "from which prompt position on; −1: none", -1),
+            "logprob_start_len": _number("integer", "from which prompt position on; −1: none", -1, _COUNT),
             "top_logprobs_num": _number("integer", "alternatives at each position", 0, 1024),
             "return_text_in_logprobs": _bool("text beside each token id"),
-            "routing_key": _string("for the policy sticky"),
+            "routing_key": {
+                "type": ["string", "null"],
+                "minLength": 1,
+                "maxLength": 1024,
+                "description": "for the policy sticky",
+            },
         }
     ),
     "ChatRequest": _object(
@@ -168,7 +175,7 @@ _SCHEMAS: _Schema = {
     "CompletionRequest": _object(
         _OPENAI_COMMON
         | {
-            "prompt": {"anyOf": [*_one_or_many({"type": "string"})["anyOf"], _IDS, {"type": "array", "items": _IDS}]},
+            "prompt": {"anyOf": [*_one_or_many(_TEXT)["anyOf"], _IDS, _ID_LISTS]},
             "max_tokens": _number("integer", "16 by default", 0, _COUNT),
             "echo": _bool("the prompt in front of the text"),
             "logprobs": _number("integer", "alternatives at each position", 0, 20),
@@ -179,7 +186,7 @@ _SCHEMAS: _Schema = {
     "TokenizeRequest": _object(
         {
             "model": _string("any name", 1024),
-            "prompt": _one_or_many({"type": "string"}),
+            "prompt": _one_or_many(_TEXT),
             "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
             "add_special_tokens": _bool("as the model's prompts have them"),
             "return_token_strs": _bool("the tokens' texts too"),
@@ -188,7 +195,7 @@ _SCHEMAS: _Schema = {
     "DetokenizeRequest": _object(
         {
             "model": _string("any name", 1024),
-            "tokens": {"anyOf": [_IDS, {"type": "array", "items": _IDS, "maxItems": 512}]},
+            "tokens": {"anyOf": [_IDS, _ID_LISTS]},
             "skip_special_tokens": _bool("leave them out"),
         },
         ("tokens",),

@@ -1,5 +1,6 @@
 """Schemathesis against the router's OpenAPI document: requests as it describes them, and requests that break it. None
-may be answered with a 500, none may hang, and nothing is left behind. In `make test-slow`; wants the extra `clients`."""
+may be answered with a 500, none may hang, and nothing is left behind. In `make test-slow`; wants the extra `clients`.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +23,64 @@ MAX_TOKENS = ("max_new_tokens", "max_tokens", "max_completion_tokens")
 ERROR_FIELDS = {"message", "type", "code", "param"}
 
 
-def shrink(value: Any) -> Any:
-    """Answers of a few tokens, so that thousands of requests fit into minutes; what is not valid stays as it is."""
+LENGTHY = ("/v1/chat/completions", "/v1/completions")
+
+
+def shrink(value: Any, *, lengthy: bool = False) -> Any:
+    """Answers of a few tokens, so that thousands of requests fit into minutes; what is not valid stays as it is.
+
+    lengthy: of an endpoint that takes max_tokens.
+    """
     if isinstance(value, list):
         return [shrink(item) for item in value]
     if not isinstance(value, dict):
         return value
     body = {name: shrink(item) for name, item in value.items()}
     for name in MAX_TOKENS:
-        is_open = body.get(name) is None and not body.keys().isdisjoint(["messages", "prompt", name])
-        if is_open or (type(body.get(name)) is int and body[name] > 3):
+        if type(body.get(name)) is int and body[name] > 3:
             body[name] = 3
     if type(body.get("n")) is int and 2 < body["n"] <= 128:
         body["n"] = 2
     if "text" in body or "input_ids" in body:
         body.setdefault("sampling_params", {"max_new_tokens": 3})
+    elif lengthy:
+        body.setdefault("max_tokens", 3)
+    return body
+
+
+def tame(value: Any, name: str = "") -> Any:
+    """What a schema cannot say of a good request: which fields go together, which numbers are tokens, what is a
+    grammar."""
+    if isinstance(value, list):
+        if name in ("rid", "sampling_params"):
+            return tame(value[0], name) if value else None
+        return [tame(item, name) for item in value]
+    if not isinstance(value, dict):
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # JSON's integers, as a schema sees them
+        is_token = name in ("input_ids", "prompt", "tokens", "stop_token_ids") and type(value) is int
+        return value % 500 if is_token else value
+    body = {key: tame(item, key) for key, item in value.items()}
+    for key in (
+        "json_schema",
+        "regex",
+        "ebnf",
+        "logit_bias",
+        "tools",
+        "tool_choice",
+        "best_of",
+        "chat_template_kwargs",
+    ):
+        body.pop(key, None)
+    if body.get("text") or body.get("prompt"):
+        body.pop("input_ids", None)
+        body.pop("messages", None)
+    if name == "messages":
+        body = {"role": body.get("role"), "content": body.get("content") or "a"}
+    if body.get("response_format") is not None:
+        body["response_format"] = {"type": "json_object"}
+    if not body.get("stream"):
+        body.pop("stream_options", None)
     return body
 
 
@@ -47,7 +91,7 @@ def attack(url: str, paths: dict[str, Any], count: int) -> Counter[tuple[str, in
     modes = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
     statuses: Counter[tuple[str, int]] = Counter()
     with_bodies = [each for each in operations if each.method.upper() == "POST"]
-    each_count = count // (2 * len(with_bodies))
+    each_count = -(-count // (2 * len(with_bodies)))
     with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
         for operation in operations:
             for mode in modes:
@@ -68,7 +112,8 @@ def drive(client: httpx.Client, operation: Any, mode: Any, count: int, statuses:
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
     def run(case: Any) -> None:
         if case.body is not None and not isinstance(case.body, schemathesis.core.NotSet | bytes):
-            case.body = shrink(case.body)
+            is_good = mode is schemathesis.GenerationMode.POSITIVE
+            case.body = shrink(tame(case.body) if is_good else case.body, lengthy=operation.path in LENGTHY)
         arguments = case.as_transport_kwargs(base_url=str(client.base_url))
         arguments = {name: arguments[name] for name in ("params", "json", "content", "headers") if arguments.get(name)}
         response = client.request(case.method, case.formatted_path, **arguments)
@@ -105,7 +150,7 @@ def test_what_users_may_ask(tmp_path: Path) -> None:
     with stack(tmp_path) as running:
         statuses = attack(running.router.url, USER_PATHS, 2000)
         assert statuses.total() >= 2000
-        assert all(statuses[path, 200] for path in USER_PATHS), statuses
+        assert all(statuses[path, 200] > 20 for path in USER_PATHS if "post" in USER_PATHS[path]), statuses
         check_nothing_left(running)
         print(sorted(statuses.items()))
 
