@@ -29,6 +29,7 @@ _LONGEST = 8
 _LEAVES = frozenset({"draining", "shutting_down", "worker_removed", REFUSED})
 """Codes of a worker that goes. Where nobody listens, health checks know before anybody is sent there."""
 _FULL = CapacityError.type
+_RANK_GONE = frozenset({"rank_died", "rank_silent"})
 _PARTNER_GONE = frozenset({"peer_lost", "peer_silent", "peer_unreachable"})
 _BETWEEN = frozenset({TransferError.type, ConfigError.type})
 """Types of errors between two workers; whoever says so may be innocent. So with the code of a handshake in vain."""
@@ -155,15 +156,18 @@ class Breaker:
 def guilty_leg(leg: Leg, outcome: LegOutcome) -> Leg | None:
     """Whose worker is to blame for how this leg ended; None: nobody's.
 
-    A rank that has lost its peer accuses the peer. Where a hand-off failed and both live, it is the worker of the two
+    A rank that has lost its peer accuses the peer. That of several ranks of a worker one is gone is nobody's fault: the
+    others serve on. Where a hand-off failed and both live, it is the worker of the two
     that has gone longer without anything going well; the other one has been well with others since.
     """
     is_failure = outcome.end in (LegEnd.WORKER_ERROR, LegEnd.LOST)
     if not is_failure or outcome.code in _LEAVES or outcome.kind == _FULL:
         return None
     partner = leg.partner
+    if outcome.code in _RANK_GONE and len(leg.worker.targets) > 1:
+        return None
     if partner is not None and outcome.code in _PARTNER_GONE:
-        return partner
+        return partner if all(target.alive for target in partner.worker.targets) else None
     if partner is None or not (outcome.kind in _BETWEEN or outcome.code == _NO_HANDSHAKE):
         return leg
     return leg if _good_s(leg) <= _good_s(partner) else partner

@@ -23,9 +23,10 @@ SEQUENCE_TOKENS = 256
 
 
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node tells of a rank, in `/health` and `/get_load`: sequences, and tokens of them."""
+    """What a node tells of a rank, in `/health` and `/get_load`: sequences, and tokens of them. alive: takes them."""
 
     dp_rank: int = 0
+    alive: bool = True
     num_reqs: int = 0
     num_tokens: int = 0
 
@@ -118,4 +119,5 @@ def report_all(targets: Sequence[Target], asks: Sequence[int], reports: Sequence
     by_rank = {report.dp_rank: report for report in reports}
     for target, ask in zip(targets, asks, strict=True):
         if (report := by_rank.get(target.rank)) is not None:
+            target.on_report(report.alive)
             target.load.report(ask, report.tokens)

@@ -51,12 +51,12 @@ class Pairing:
         }
 
     def pick(self, possible: Possible, request: Affinity) -> Pair:
-        prefill = self._choose(Role.PREFILL, possible.prefill(), request)
-        decode = self._choose(Role.DECODE, possible.partners(prefill.worker), request)
-        return Pair(prefill.worker, decode.worker, prefill, decode, is_spread=request.num_sequences > 1)
+        prefill = self._choose(Role.PREFILL, possible.targets(possible.prefill()), request)
+        decode = self._choose(Role.DECODE, possible.targets(possible.partners(prefill.worker)), request)
+        is_spread = request.num_sequences > 1 and all(target.alive for target in prefill.worker.targets)
+        return Pair(prefill.worker, decode.worker, prefill, decode, is_spread=is_spread)
 
-    def _choose(self, role: Role, workers: Iterable[Worker], request: Affinity) -> Target:
-        targets = [target for worker in workers for target in worker.targets]
+    def _choose(self, role: Role, targets: list[Target], request: Affinity) -> Target:
         if role is Role.DECODE and request.rank is not None:
             targets = [target for target in targets if target.rank == request.rank] or targets
         self.decisions[role].total += 1
@@ -66,8 +66,8 @@ class Pairing:
 class Possible:
     """The pairs that may serve a request: both take requests, they fit together, and it has not failed there.
 
-    failed: pairs that are not to be picked; workers of none of them come first. resumes: only workers that go on with
-    answers that others began.
+    failed: pairs that are not to be picked, unless one of the two has other ranks; workers of none of them come first.
+    resumes: only workers that go on with answers that others began.
     """
 
     def __init__(
@@ -78,8 +78,9 @@ class Possible:
         *,
         resumes: bool = False,
     ) -> None:
-        self._failed = {(pair.prefill, pair.decode) for pair in failed}
-        self._tried = {worker for workers in self._failed for worker in workers}
+        self._failed = {(pair.prefill, pair.decode) for pair in failed if not _has_other_ranks(pair)}
+        self._tried = {worker for pair in failed for worker in (pair.prefill, pair.decode)}
+        self._tried_targets = {target for pair in failed for target in (pair.prefill_target, pair.decode_target)}
         self._decode = [worker for worker in decode if worker.takes_requests and worker.resumes >= resumes]
         layouts = {worker.layout for worker in self._decode}
         may = [p for p in prefill if p.layout in layouts and p.takes_requests and p.resumes >= resumes]
@@ -94,9 +95,19 @@ class Possible:
     def partners(self, prefill: Worker) -> list[Worker]:
         return self._untried(self._partners(prefill))
 
+    def targets(self, workers: Iterable[Worker]) -> list[Target]:
+        """Their ranks: those that live and were not tried, as far as there are any."""
+        every = [target for worker in workers for target in worker.targets]
+        alive = [target for target in every if target.alive] or every
+        return [target for target in alive if target not in self._tried_targets] or alive
+
     def _partners(self, prefill: Worker) -> list[Worker]:
         return [d for d in self._decode if d.fits(prefill) and (prefill, d) not in self._failed]
 
     def _untried(self, workers: list[Worker]) -> list[Worker]:
         """Those that were not tried; all when there are none."""
         return [worker for worker in workers if worker not in self._tried] or workers
+
+
+def _has_other_ranks(pair: Pair) -> bool:
+    return len(pair.prefill.targets) > 1 or len(pair.decode.targets) > 1

@@ -20,7 +20,7 @@ class Target:
 
     name: the same in every life and in every router. salt: under which the prefix tree knows it. dealt: it had its turn
     in this round (`RoundRobin`). recent: work that it was lately given, in tokens, None before its first
-    (`PrefixAware`).
+    (`PrefixAware`). alive: the node says that it takes requests; a rank may be dead while others serve.
     """
 
     worker: Worker
@@ -30,6 +30,12 @@ class Target:
     salt: int = field(default_factory=lambda: secrets.randbits(64))
     dealt: bool = False
     recent: float | None = None
+    alive: bool = True
+
+    def on_report(self, alive: bool) -> None:
+        if self.alive and not alive:
+            self.forget_prefixes()
+        self.alive = alive
 
     def forget_prefixes(self) -> None:
         """Nothing is cached there any more."""

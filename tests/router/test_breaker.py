@@ -12,6 +12,7 @@ import pytest
 from common.config import Role, WorkerAddress
 from router.breaker import Breaker, BreakerLimits, BreakerState, Verdict, guilty_leg
 from router.leg_outcome import LegEnd, LegOutcome
+from router.targets import make_targets
 from router.worker import Worker, make_worker
 from tests.router.mocks import (
     MockWorker,
@@ -184,6 +185,23 @@ def test_who_is_to_blame(end: LegEnd, code: str | None, guilty: str | None) -> N
     leg.partner = FakeLeg(partner=leg)
     named = {"self": leg, "partner": leg.partner, None: None}
     assert guilty_leg(leg, outcome(end, code)) is named[guilty]
+
+
+@pytest.mark.parametrize("code", ["rank_died", "rank_silent"])
+def test_one_of_several_ranks_is_not_the_worker(code: str) -> None:
+    leg: Any = FakeLeg()
+    assert guilty_leg(leg, outcome(LegEnd.WORKER_ERROR, code)) is leg
+    leg.worker.targets = make_targets(leg.worker, 2)
+    assert guilty_leg(leg, outcome(LegEnd.WORKER_ERROR, code)) is None
+
+
+def test_the_peer_of_a_dead_rank_accuses_nobody() -> None:
+    leg: Any = FakeLeg()
+    leg.partner = FakeLeg(partner=leg)
+    leg.partner.worker.targets = make_targets(leg.partner.worker, 2)
+    assert guilty_leg(leg, outcome(LegEnd.WORKER_ERROR, "peer_lost")) is leg.partner
+    leg.partner.worker.targets[1].alive = False
+    assert guilty_leg(leg, outcome(LegEnd.WORKER_ERROR, "peer_lost")) is None
 
 
 @pytest.mark.parametrize("code", ["no_capacity", "first_token_timeout"])

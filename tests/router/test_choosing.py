@@ -300,3 +300,20 @@ def test_rooms_of_a_rank() -> None:
     for number in range(40):
         (room,) = InFlight(lambda number=number: number).more_rooms(1, (3, 4))  # type: ignore[misc]
         assert room % 4 == 3 and room >= 0 and abs(room - number) < 4
+
+
+async def test_a_dead_rank_gets_nothing_and_no_batch_is_spread_over_it() -> None:
+    async with fleet(num_ranks=(2, 2), policy=PolicyName.ROUND_ROBIN, health_interval_s=0.02) as running:
+        for worker in (*running.prefill, *running.decode):
+            worker.loads = [{"dp_rank": 0, "alive": True}, {"dp_rank": 1, "alive": False}]
+        targets = [target for worker in running.router.state.workers.all for target in worker.targets]
+        await running.router.until(lambda: not any(target.alive for target in targets if target.rank == 1))
+        for _ in range(6):
+            await running.ask()
+        prefill, _ = await running.ask(text=["a"] * 8)
+        assert {room % 2 for room in running.prefill[prefill].bodies[-1]["bootstrap_room"]} == {0}
+        asked = [body for worker in (*running.prefill, *running.decode) for body in worker.bodies]
+        assert {body["routed_dp_rank"] for body in asked if body.get("routed_dp_rank") is not None} == {0}
+        for worker in (*running.prefill, *running.decode):
+            worker.loads = [{"dp_rank": 0}, {"dp_rank": 1}]
+        await running.router.until(lambda: all(target.alive for target in targets))

@@ -519,6 +519,18 @@ def test_pairs_that_failed_are_not_tried_again_and_new_workers_come_first() -> N
     assert not Possible(prefill, decode, failed)
 
 
+def test_after_the_death_of_a_rank_the_others_of_its_node_are_tried() -> None:
+    (prefill, *_), (decode, *_) = fleet_of(1)
+    decode.num_ranks = 2
+    decode.renew_targets()
+    pairing = Pairing(RouterConfig())
+    failed = [pairing.pick(Possible([prefill], [decode]), request())]
+    again = pairing.pick(Possible([prefill], [decode], failed), request())
+    assert again.decode_target is not failed[0].decode_target
+    again.decode_target.alive = False
+    assert pairing.pick(Possible([prefill], [decode], failed), request()).decode_target is failed[0].decode_target
+
+
 def test_a_decode_rank_that_a_client_names_is_taken_where_there_is_one() -> None:
     prefill, decode = fleet_of(2)
     decode[1].num_ranks = 2
