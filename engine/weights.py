@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -44,11 +45,32 @@ def load_weights(
             weights[name] = tensor.to(device=device, dtype=torch.float32 if keep_float32(name) else dtype, copy=True)
     if config.tie_word_embeddings and "embeddings.weight" in weights:
         weights.setdefault("lm_head.weight", weights["embeddings.weight"])
-    missing = [name for name in expected if name not in weights]
+    _check_complete(next(iter(files)), expected, weights)
+    return weights
+
+
+def _check_complete(file: Path, expected: Mapping[str, object], found: Container[str]) -> None:
+    missing = [name for name in expected if name not in found]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise _error(next(iter(files)), missing[0], f"missing{more}")
-    return weights
+        raise _error(file, missing[0], f"missing{more}")
+
+
+def stored_dtypes(path: str | Path, config: HybridConfig) -> dict[str, str]:
+    """The dtype in its file ("BF16") of every weight by its canonical name, from the files' headers alone, which also
+    tell a truncated file. Raises ConfigError for what `load_weights` would refuse."""
+    expected = expected_shapes(config)
+    files = _weight_files(Path(path))
+    dtypes: dict[str, str] = {}
+    for file, wanted in files.items():
+        for name, full, tensors in _checked(file, wanted, expected):
+            if name in dtypes:
+                raise _error(file, name, "it is there twice")
+            dtypes[name] = tensors.get_slice(full).get_dtype()
+    if config.tie_word_embeddings and "embeddings.weight" in dtypes:
+        dtypes.setdefault("lm_head.weight", dtypes["embeddings.weight"])
+    _check_complete(next(iter(files)), expected, dtypes)
+    return dtypes
 
 
 def random_weights(
@@ -179,6 +201,13 @@ def _read_index(path: Path) -> Mapping[str, str]:
 def _read_file(
     file: Path, wanted: tuple[str, ...] | None, expected: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensors.get_tensor(full)) for name, full, tensors in _checked(file, wanted, expected))
+
+
+def _checked(
+    file: Path, wanted: tuple[str, ...] | None, expected: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, str, Any]]:
+    """(canonical name, name in the file, the open file) of each tensor, which has the right shape."""
     if not file.is_file():
         raise ConfigError(f"{file}: no such file", param="model_path")
     try:
@@ -191,7 +220,7 @@ def _read_file(
                 if full not in stored:
                     raise _error(file, full, "missing")
                 _check(file, full, expected.get(name), tensors.get_slice(full))
-                yield name, tensors.get_tensor(full)
+                yield name, full, tensors
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file}: not a readable safetensors file ({error})", param="model_path") from error
 
