@@ -34,7 +34,7 @@ from node.messages import Abort, FromRank, Ping, Pong, Query, Ready, Shutdown, S
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_MS = 50
+IDLE_WAIT_MS = 200
 WATCH_INTERVAL_S = 1.0
 PR_SET_PDEATHSIG = 1
 
