@@ -52,6 +52,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """path: a Hugging Face folder. dtype: of weights, KV and conv state. ssm_dtype: of the SSM state. load_format: auto
     reads the folder's weights; dummy makes random ones, the same in every process with such a device, to measure speed.
     chat_template: a file, in place of the folder's own. reasoning_parser: how thoughts are told from what is said.
+    shared_weights: of a rank, the file in which ranks of its node share their weights; no setting.
     """
 
     path: str
@@ -62,6 +63,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_name: str | None = None
     chat_template: str | None = None
     reasoning_parser: ReasoningParser = ReasoningParser.AUTO
+    shared_weights: str | None = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -356,10 +358,11 @@ def rank_devices(config: NodeConfig) -> tuple[str, ...]:
     return tuple(shared)
 
 
-def rank_config(config: NodeConfig, rank: int) -> NodeConfig:
-    """The settings of one rank of a node: those of the node, with the device of this rank."""
+def rank_config(config: NodeConfig, rank: int, shared_weights: str | None = None) -> NodeConfig:
+    """The settings of one rank of a node: those of the node, with what is this rank's own."""
     device = rank_devices(config)[rank]
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, device=device))
+    model = msgspec.structs.replace(config.model, device=device, shared_weights=shared_weights)
+    return msgspec.structs.replace(config, model=model)
 
 
 def chosen_transport(asked: TransportName, device: str) -> TransportName:

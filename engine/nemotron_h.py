@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -56,6 +56,14 @@ class NemotronH:
         self.head = _project(weights, "lm_head")
         self.norms = [weights[f"layers.{layer}.norm.weight"] for layer in range(len(config.layers))]
         self.mixers = [_mixer(config, weights, pools, layer) for layer in range(len(config.layers))]
+
+    def matrices(self) -> Iterator[Tensor]:
+        """The weights that take memory, in every layout that is kept of them."""
+        yield self.embeddings
+        for part in (self, *self.mixers):
+            for projection in vars(part).values():
+                if isinstance(projection, Projection):
+                    yield from (each for each in (projection.matrix, projection.packed) if each is not None)
 
     def forward(self, batch: ForwardBatch, on_layer: OnLayer | None = None) -> Tensor:
         """Logits float32 [R, V] of the tokens the batch asks for. Advances every row, fills the track slots.

@@ -13,6 +13,7 @@ from engine.batch import OnLayer, Row, build_batch
 from engine.model_config import HybridConfig
 from engine.nemotron_h import NemotronH
 from engine.pools import StatePools
+from engine.shared_weights import shared_weights
 from engine.weights import weights_of
 
 
@@ -42,20 +43,24 @@ class ModelRunner:
         device = torch_device(model_config.device)
         dtype = torch_dtype(model_config.dtype)
         config = HybridConfig.from_folder(model_config.path)
-        weights, revision = weights_of(model_config, config, dtype, device)
-        pools = StatePools(
-            config,
-            num_pages=num_pages,
-            num_slots=num_slots,
-            page_size=engine_config.page_size,
-            dtype=dtype,
-            ssm_dtype=torch_dtype(model_config.ssm_dtype),
-            device=device,
-            revision=revision,
-            allocate=allocate,
-        )
-        with torch.inference_mode():
-            return cls(config, NemotronH(config, weights, pools), pools, device)
+        with shared_weights(model_config.shared_weights) as sharing:
+            weights, revision = weights_of(model_config, config, dtype, device)
+            pools = StatePools(
+                config,
+                num_pages=num_pages,
+                num_slots=num_slots,
+                page_size=engine_config.page_size,
+                dtype=dtype,
+                ssm_dtype=torch_dtype(model_config.ssm_dtype),
+                device=device,
+                revision=revision,
+                allocate=allocate,
+            )
+            with torch.inference_mode():
+                model = NemotronH(config, weights, pools)
+            if sharing is not None:
+                sharing.share(model.matrices())
+        return cls(config, model, pools, device)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Tensor:

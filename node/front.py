@@ -45,7 +45,7 @@ from node.grammars import GrammarChecker, Settings
 from node.ipc import ipc_directory
 from node.limits import ServingLimits
 from node.messages import Ready
-from node.processes import RankProcess, rank_command, start_rank
+from node.processes import RankProcess, rank_command, start_rank, weights_file
 from node.rank_client import RankClient
 from node.registration import Registrar, Registration, Routers, advertised_url, check_registration
 from node.role import cannot_change, check_role, own_command_as, start_again
@@ -86,7 +86,12 @@ def serve(
     tokenizer = load_tokenizer(config.model.path)
     chat_template = load_chat_template(config.model.path, config.model.chat_template)
     tracing = open_tracing(config.server.otlp_endpoint, f"tandem-{config.role.value}")
-    with bind(config.server.host, config.server.port, "port") as listener, ipc_directory() as ipc_dir, closing(tracing):
+    with (
+        bind(config.server.host, config.server.port, "port") as listener,
+        ipc_directory() as ipc_dir,
+        weights_file(config) as weights,
+        closing(tracing),
+    ):
         _check_bootstrap_port(config)
         front = _Front(
             config=config,
@@ -98,6 +103,7 @@ def serve(
             tracing=tracing,
             listener=listener,
             ipc_dir=ipc_dir,
+            weights=weights,
             keys=keys,
             tls=tls,
             routers=routers,
@@ -124,6 +130,7 @@ class _Front:
     tracing: Tracing | None
     listener: socket.socket
     ipc_dir: Path
+    weights: str | None  # where ranks share them
     keys: KeyRing
     tls: ssl.SSLContext | None
     routers: Routers | None
@@ -175,7 +182,7 @@ class _Front:
         keepers = []
         try:
             for rank in range(self.num_ranks):
-                process = await start_rank(self.config, self.command, self.ipc_dir, rank)
+                process = await start_rank(self.config, self.command, self.ipc_dir, rank, self.weights)
                 processes.append(process)
                 client.add_rank(rank, process.pid)
                 keepers.append(asyncio.create_task(self._keep(processes, rank, client)))
@@ -210,7 +217,7 @@ class _Front:
             wait_s = 0.0 if time.monotonic() - began_s > RESTART_WAIT_S else min(2 * wait_s + 1.0, RESTART_WAIT_S)
             await asyncio.sleep(wait_s)
             async with self.starting:
-                processes[rank] = await start_rank(self.config, self.command, self.ipc_dir, rank)
+                processes[rank] = await start_rank(self.config, self.command, self.ipc_dir, rank, self.weights)
                 client.replace_rank(rank, processes[rank].pid)
             log.info("rank %d is started again (pid %d)", rank, processes[rank].pid)
         if is_serving and client.all_dead and not self.stopping.is_set():

@@ -10,6 +10,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -93,8 +95,11 @@ class RankProcess:
         return "".join(f"\n  {line}" for line in lines)
 
 
-async def start_rank(config: NodeConfig, command: list[str], ipc_dir: Path, rank: int) -> RankProcess:
-    """Start one rank in a session of its own, so that Ctrl-C in a terminal reaches the front alone."""
+async def start_rank(
+    config: NodeConfig, command: list[str], ipc_dir: Path, rank: int, shared_weights: str | None = None
+) -> RankProcess:
+    """Start one rank in a session of its own, so that Ctrl-C in a terminal reaches the front alone. shared_weights: see
+    `weights_file`."""
     process = await asyncio.create_subprocess_exec(
         *command,
         "--ipc",
@@ -110,9 +115,22 @@ async def start_rank(config: NodeConfig, command: list[str], ipc_dir: Path, rank
     )
     assert process.stdin is not None
     started = RankProcess(rank, process, sys.stderr.buffer)
-    process.stdin.write(msgspec.json.encode(rank_config(config, rank)))
+    process.stdin.write(msgspec.json.encode(rank_config(config, rank, shared_weights)))
     process.stdin.close()
     return started
+
+
+@contextmanager
+def weights_file(config: NodeConfig) -> Iterator[str | None]:
+    """The path of a file in memory, gone at the end, for weights that ranks on the CPU share; None for others."""
+    if config.engine.dp_size == 1 or config.model.device != "cpu":
+        yield None
+        return
+    file = os.memfd_create("tandem-weights")
+    try:
+        yield f"/proc/{os.getpid()}/fd/{file}"
+    finally:
+        os.close(file)
 
 
 def cpu_seconds(pid: int) -> float:

@@ -86,6 +86,15 @@ def rank_process(server: Server, rank: int) -> psutil.Process:
     return next(p for p in server.children() if p.cmdline()[-2:] == ["--rank", str(rank)])
 
 
+def assert_weights_are_shared(ranks: Sequence[psutil.Process]) -> None:
+    """Each rank has all of the large ones in the file, and none of them for itself."""
+    for rank in ranks:
+        pages = [each for each in rank.memory_maps(grouped=False) if "tandem-weights" in each.path]
+        rss, pss = sum(each.rss for each in pages), sum(each.pss for each in pages)
+        assert rss > 30_000_000 and pss < 1.1 * rss / len(ranks), (rss, pss)
+        assert sum(each.private_dirty for each in pages) == 0
+
+
 def check_same_tokens(folder: Path, *, num_prompts: int, prefill_dp: int, decode_dp: int) -> None:
     bodies = [body(place) for place in range(num_prompts)]
     with node("unified", folder) as unified:
@@ -99,6 +108,8 @@ def check_same_tokens(folder: Path, *, num_prompts: int, prefill_dp: int, decode
         for server, dp in ((prefill, prefill_dp), (decode, decode_dp)):
             found = info(server)
             assert found["dp_size"] == dp == len(found["internal_states"]) == len(found["ranks"])
+        if decode_dp > 1:
+            assert_weights_are_shared([rank_process(decode, rank) for rank in range(decode_dp)])
         for place, url in ((0, decode.url), (1, decode.url)):  # asked directly: it chooses
             assert_same(generate(url, bodies[place]).json(), references[place])
 
