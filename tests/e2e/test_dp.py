@@ -92,7 +92,7 @@ def assert_weights_are_shared(ranks: Sequence[psutil.Process]) -> None:
         pages = [each for each in rank.memory_maps(grouped=False) if "tandem-weights" in each.path]
         rss, pss = sum(each.rss for each in pages), sum(each.pss for each in pages)
         assert rss > 30_000_000 and pss < 1.1 * rss / len(ranks), (rss, pss)
-        assert sum(each.private_dirty for each in pages) == 0
+        assert sum(each.anonymous for each in pages) == 0
 
 
 def check_same_tokens(folder: Path, *, num_prompts: int, prefill_dp: int, decode_dp: int) -> None:

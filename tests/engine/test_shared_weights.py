@@ -22,7 +22,7 @@ def path() -> Iterator[str]:
 
 
 def shared(path: str, *tensors: Tensor) -> SharedWeights:
-    with shared_weights() as sharing:
+    with shared_weights(path) as sharing:
         assert sharing is not None
         sharing.share(tensors)
         return sharing
@@ -51,7 +51,7 @@ def test_what_is_shared_stays_as_it_is_and_what_one_writes_the_others_do_not_see
 
 
 def test_products_are_as_before(path: str) -> None:
-    with shared_weights():
+    with shared_weights(path):
         ranks = [Projection(matrix()) for _ in range(2)]
     x = torch.randn(8, 512)
     expected = ranks[0](x), ranks[0](x[:1])
