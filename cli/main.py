@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
+from cli.doctor.command import doctor
 from cli.gate.commands import gate
 from cli.lifeline import die_with_parent, parent_pid_option
 from cli.numbers import POSITIVE_SECONDS
@@ -69,6 +70,7 @@ _node_command(Role.DECODE, "A decode node: takes the state of prompts and makes 
 _node_command(Role.UNIFIED, "A node that does both: the reference for everything else.")
 tandem.add_command(router)
 tandem.add_command(gate)
+tandem.add_command(doctor)
 
 
 @tandem.command()
@@ -113,23 +115,6 @@ def generate(example: bool, **values: Any) -> None:
     if (values["text"] is None) != example:
         raise click.UsageError("give either TEXT or --example")
     run(Options(**values))
-
-
-@tandem.command()
-@click.option("--model-path", default=str(BUNDLED_MODEL), show_default="the bundled tandem-mini")
-@click.option(
-    "--port",
-    type=click.IntRange(1, 65535),
-    multiple=True,
-    default=(30000, 8998),
-    show_default=True,
-    help="Ports to try",
-)
-def doctor(model_path: str, port: tuple[int, ...]) -> None:
-    """Check what serving needs of this machine. Exits 1 when something is missing."""
-    from cli.doctor import run
-
-    sys.exit(run(model_path, port))
 
 
 @tandem.command()

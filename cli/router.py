@@ -18,6 +18,7 @@ from common.config import RouterConfig, WorkerAddress
 from common.errors import ConfigError
 from common.keys import Key, KeyRole, make_key
 
+_TIMES = ("health_interval", "connect_timeout", "idle_timeout", "liveness_timeout", "upload_timeout")
 PREFILL_USAGE = "--prefill takes a URL and the node's bootstrap port (1 to 65535)"
 
 
@@ -163,15 +164,7 @@ def _bootstrap_port(value: str) -> int:
 @click.option("--pd-disaggregation", is_flag=True, hidden=True, help="Always so; accepted for SGLang's command lines")
 @parent_pid_option
 def router(
-    prefill: tuple[tuple[str, int], ...],
-    decode: tuple[str, ...],
-    health_interval: float,
-    connect_timeout: float,
-    idle_timeout: float,
-    liveness_timeout: float,
-    upload_timeout: float,
     log_level: str,
-    pd_disaggregation: bool,
     num_processes: int,
     api_key: str | None,
     admin_api_key: str | None,
@@ -182,17 +175,7 @@ def router(
     from common.logs import configure_logging
     from router.app import listen, serve
 
-    config = RouterConfig(
-        prefill=tuple(WorkerAddress(url=url, bootstrap_port=port) for url, port in prefill),
-        decode=tuple(WorkerAddress(url=url) for url in decode),
-        health_interval_s=health_interval,
-        connect_timeout_s=connect_timeout,
-        idle_timeout_s=idle_timeout,
-        liveness_timeout_s=liveness_timeout,
-        upload_timeout_s=upload_timeout,
-        log_level=log_level,
-        **values,
-    )
+    config = router_config(values | {"log_level": log_level})
     configure_logging(log_level, "router")
     die_with_parent(parent_pid)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -202,6 +185,17 @@ def router(
         serve(config, keys)
     else:
         RouterProcesses(config, listen(config, keys), keys, num_processes).run()
+
+
+def router_config(values: dict[str, Any]) -> RouterConfig:
+    """values: the router's options by name, also such as are no setting of a `RouterConfig`."""
+    settings = {name: value for name, value in values.items() if name in RouterConfig.__struct_fields__}
+    times = {f"{name}_s": values[name] for name in _TIMES}
+    workers = {
+        "prefill": tuple(WorkerAddress(url=url, bootstrap_port=port) for url, port in values["prefill"]),
+        "decode": tuple(WorkerAddress(url=url) for url in values["decode"]),
+    }
+    return RouterConfig(**settings | times | workers)
 
 
 def _given_keys(user: str | None, admin: str | None) -> list[Key]:

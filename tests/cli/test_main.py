@@ -172,7 +172,7 @@ def test_a_router(served: list[Any]) -> None:
         ("generate hi --url http://[", "--url http://[: a URL such as"),
         ("generate hi --url http://a:99999", "--url http://a:99999: a URL such as"),
         ("generate hi --url ftp://a", "--url ftp://a: a URL such as"),
-        ("doctor --port 99999", "99999 is not in the range 1<=x<=65535"),
+        ("doctor --port 99999", "--port 99999: 0 to 65535"),
         ("router --prefill http://a 1 --decode http://a", "--decode http://a: given more than once"),
         ("router --prefill a 1 --decode http://b", "--prefill a: a URL"),
         ("router --prefill http://a 1 --decode http://b --decode http://b/", "--decode http://b: given more than once"),

@@ -1,4 +1,4 @@
-"""`tandem generate`, `doctor` and `bench`."""
+"""`tandem generate` and `bench`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import bench, doctor
+from cli import bench
 from cli.generate import Options, request_body, run, without_last_newlines
 from cli.main import main
 from common.errors import ConfigError, ServingError, WorkerError
@@ -115,30 +115,6 @@ def test_generate_can_put_a_question_as_the_bundled_model_knows_it() -> None:
     assert body["text"].endswith("Question: How many?\nAnswer:")
     assert body["text"].count("Question: ") == 6
     assert body["sampling_params"]["stop"][:2] == ["x", "Question"]
-
-
-def test_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (tmp_path / name).touch()
-    status = doctor.run(str(tmp_path), [])
-    lines = capsys.readouterr().out.splitlines()
-    names = ["python", "torch", "libibverbs", "mooncake", "memlock", "model"]
-    assert [line[9:].partition(":")[0] for line in lines if "->" not in line] == names
-    assert status == int(any(line.startswith("problem") for line in lines))
-
-
-def test_doctor_finds_problems(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert doctor.run(str(tmp_path), [port]) == 1
-    out = capsys.readouterr().out
-    assert f"problem  port {port}: " in out
-    assert "no tokenizer.json, *.safetensors" in out
-    assert "-> " in out
-    assert doctor.check_model(tmp_path / "nowhere").found == f"{tmp_path}/nowhere: no such folder"
-    assert doctor.check_python((3, 10)).fix is not None
-    assert doctor.check_python((3, 11)).fix is None
 
 
 def test_bench_lists_and_runs(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

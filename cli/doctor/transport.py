@@ -1,0 +1,183 @@
+"""Whether the transport really carries bytes: between two processes here, and to a peer and back."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from cli.doctor.checks import Check, error, not_applicable, ok
+from cli.doctor.probe import Job, Step
+from cli.doctor.servers import check_skew
+from common.config import NodeConfig, Protocol, Role, rank_devices
+from common.errors import ErrorRecord, ServingError
+from transfer.handshake import read_key
+
+SELF_S, PEER_S = 18.0, 25.0
+"""Limits of the whole test, with the start of its processes."""
+_SHOWN_STDERR_CHARACTERS = 200
+
+
+def check_self(config: NodeConfig) -> Check:
+    """64 MiB from one process to another of this machine."""
+    if config.role is Role.UNIFIED:
+        return not_applicable("transport.self", "a unified node hands nothing over")
+    key = secrets.token_hex(32)
+    with _probe(config, None, key, SELF_S) as listening:
+        first = next(listening, None)
+        if first is None or first.error is not None:
+            return _failed("transport.self", config, _error_of(first))
+        with _probe(config, ("127.0.0.1", first.data["port"]), key, SELF_S) as asking:
+            steps = {step.name: step for step in asking}
+    failed = next((step for step in steps.values() if step.error is not None), None)
+    if failed is not None or "write" not in steps:
+        return _failed("transport.self", config, _error_of(failed))
+    rate, text = _rate(steps["write"])
+    return ok(
+        "transport.self",
+        f"{steps['open'].data['transport']}: {text} between two processes here, digest right",
+        gb_per_s=rate,
+        transport=steps["open"].data["transport"],
+    )
+
+
+def check_peer(config: NodeConfig, peer: tuple[str, int]) -> Iterator[Check]:
+    """What `tandem doctor --serve` at the peer answers."""
+    try:
+        key = read_key(config.transfer.cluster_key_file)
+    except ServingError as reason:
+        yield not_applicable("peer.connect", f"not without the cluster key: {reason.message}")
+        return
+    where = f"{peer[0]}:{peer[1]}"
+    with _probe(config, peer, None if key is None else key.hex(), PEER_S) as steps:
+        done = set()
+        for step in steps:
+            done.add(step.name)
+            if (check := _peer_check(step, where, config)) is not None:
+                yield check
+            if step.error is not None:
+                return
+    if "read" not in done:
+        yield _failed("peer.write", config, _error_of(None))
+
+
+def _peer_check(step: Step, where: str, config: NodeConfig) -> Check | None:
+    data = step.data
+    if step.error is not None:
+        name = f"peer.{'write' if step.name == 'open' else step.name}"
+        fix = _PEER_FIXES.get(step.error.code, _PEER_FIXES.get(step.name, ""))
+        return error(name, f"{where}: {step.error.message}", fix or _advice(config), code=step.error.code)
+    match step.name:
+        case "connect":
+            return ok(
+                "peer.connect", f"{where} is {data['host']}, Tandem {data['tandem']}, {data['transport']}", **data
+            )
+        case "clock":
+            return check_skew("peer.clock", data["skew_s"], data["error_s"])
+        case "write" | "read":
+            rate, text = _rate(step)
+            way = "to" if step.name == "write" else "from"
+            return ok(f"peer.{step.name}", f"{text} {way} {where}, digest right", gb_per_s=rate)
+        case _:
+            return None
+
+
+_PEER_FIXES = {
+    "peer_unreachable": "run `tandem doctor --serve PORT` there with that node's options; open its port in firewalls",
+    "unauthorized": "the same --cluster-key-file on both sides (compare sha256sum)",
+    "protocol_error": "give the port that `tandem doctor --serve` printed, and use one version of Tandem on both sides",
+    "layout_mismatch": "the same --transport and --transfer-protocol, and one version of Tandem, on both sides",
+}
+
+
+@contextmanager
+def _probe(
+    config: NodeConfig, peer: tuple[str, int] | None, key: str | None, limit_s: float
+) -> Iterator[Iterator[Step]]:
+    """The steps of a process, as they come; it is killed after limit_s, and on leaving."""
+    device = rank_devices(config)[0]
+    job = Job(config=config.transfer, device=device, peer=peer, key=key, parent_pid=os.getpid())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli.doctor.probe"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        process.kill()
+
+    timer = threading.Timer(limit_s, give_up)
+    timer.start()
+    try:
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(job))
+        process.stdin.close()
+        yield _steps(process, late, limit_s)
+    finally:
+        timer.cancel()
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def _steps(process: subprocess.Popen[bytes], late: threading.Event, limit_s: float) -> Iterator[Step]:
+    """One that failed is the last; a process that ends without a word is one more, which says how."""
+    assert process.stdout is not None and process.stderr is not None
+    last = ""
+    for line in process.stdout:
+        step = msgspec.json.decode(line, type=Step)
+        last = step.name
+        yield step
+        if step.error is not None:
+            return
+    if last == "read":
+        return
+    if late.is_set():
+        message = f"no end after {limit_s:g} s"
+    else:
+        said = process.stderr.read().decode(errors="replace").strip()[-_SHOWN_STDERR_CHARACTERS:]
+        message = f"the test's process ended with status {process.wait()}: {said.rpartition(chr(10))[2] or 'no word'}"
+    after = {"": "open", "listen": "open", "connect": "clock", "clock": "open", "open": "write", "write": "read"}
+    yield Step(name=after.get(last, "write"), error=_record(message))
+
+
+def _record(message: str) -> ErrorRecord:
+    return ErrorRecord(type="transfer_error", code="write_failed", message=message, status=502, retryable=False)
+
+
+def _error_of(step: Step | None) -> ErrorRecord:
+    return _record("the test ended without a word") if step is None or step.error is None else step.error
+
+
+def _failed(name: str, config: NodeConfig, reason: ErrorRecord) -> Check:
+    return error(name, reason.message, _advice(config), code=reason.code)
+
+
+def _advice(config: NodeConfig) -> str:
+    match config.transfer.protocol:
+        case Protocol.RDMA:
+            return "see the rdma and memlock lines, or --transfer-protocol tcp"
+        case Protocol.NVLINK:
+            return "needs cards of one NVLink domain and a Mooncake with it, or --transfer-protocol tcp"
+        case Protocol.TCP:
+            return (
+                "see the mooncake and address lines; Mooncake's ports must be open between nodes "
+                "(MC_MIN_RPC_PORT, MC_MAX_RPC_PORT)"
+            )
+
+
+def _rate(step: Step) -> tuple[float, str]:
+    seconds, nbytes = float(step.data["seconds"]), int(step.data["nbytes"])
+    rate = nbytes / max(seconds, 1e-9) / 1e9
+    return round(rate, 3), f"{nbytes >> 20} MiB in {seconds * 1000:,.0f} ms, {rate:.2f} GB/s"

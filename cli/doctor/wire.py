@@ -1,0 +1,211 @@
+"""A real write through the configured transport, between two processes, and its digest at the other end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from cli.doctor.talk import Talk, welcome
+from common.config import TransferConfig
+from common.errors import ConfigError, ServingError, TransferError
+from transfer.messages import PROTOCOL_VERSION
+from transfer.transport import Block, Transport, open_transport
+
+log = logging.getLogger(__name__)
+
+NBYTES = 64 << 20
+_BLOCK_BYTES = 1 << 20
+_CLOCK_TRIES = 9
+_MAX_WRITE_S = 8.0
+
+
+class Site:
+    """An open transport with memory: its first half is written from, its second half is written into."""
+
+    def __init__(self, config: TransferConfig, device: str, nbytes: int = NBYTES) -> None:
+        """Raises ConfigError, TransferError."""
+        patience_s = min(config.transfer_timeout_s, _MAX_WRITE_S)
+        self.config = msgspec.structs.replace(config, transfer_timeout_s=patience_s)
+        self.nbytes = nbytes
+        self.transport = open_transport(self.config, device)
+        self._memory = (
+            _on_card(self.transport, nbytes) if self.transport.on_device else _on_host(self.transport, nbytes)
+        )
+        self.fill()
+
+    def fill(self) -> None:
+        """New random bytes to write."""
+        self._memory.fill(np.frombuffer(os.urandom(_BLOCK_BYTES) * (self.nbytes // _BLOCK_BYTES), np.uint8).copy())
+
+    def hello(self) -> dict[str, Any]:
+        """What the other end needs to write here, and to compare."""
+        return {
+            "host": platform.node(),
+            "tandem": version("tandem-serve"),
+            "protocol": PROTOCOL_VERSION,
+            "transport": self.transport.name,
+            "session": self.transport.session,
+            "address": self._memory.address + self.nbytes,
+            "nbytes": self.nbytes,
+        }
+
+    def write(self, session: str, address: int) -> float:
+        """Seconds for all bytes, without the first one, which opens connections. Raises TransferError."""
+        base = self._memory.address
+        sizes = range(0, self.nbytes, _BLOCK_BYTES)
+        blocks = [Block(base + offset, address + offset, _BLOCK_BYTES, "kv") for offset in sizes]
+        self.transport.write(session, blocks[:1])
+        started_s = time.monotonic()
+        self.transport.write(session, blocks)
+        return time.monotonic() - started_s
+
+    def source_digest(self) -> str:
+        return _digest(self._memory.read(0))
+
+    def target_digest(self) -> str:
+        self.transport.settle()
+        return _digest(self._memory.read(self.nbytes))
+
+
+def _digest(array: np.ndarray[Any, Any]) -> str:
+    return str(xxhash.xxh3_64(array.data).hexdigest())
+
+
+class _Memory:
+    """address: of its first byte. fill: copy an array to the beginning. read(offset): the half from there."""
+
+    def __init__(
+        self,
+        address: int,
+        fill: Callable[[np.ndarray[Any, Any]], None],
+        read: Callable[[int], np.ndarray[Any, Any]],
+    ) -> None:
+        self.address, self.fill, self.read = address, fill, read
+
+
+def _on_host(transport: Transport, nbytes: int) -> _Memory:
+    array = np.frombuffer(transport.host_buffer(2 * nbytes), np.uint8)
+
+    def fill(values: np.ndarray[Any, Any]) -> None:
+        array[:nbytes] = values
+
+    return _Memory(array.ctypes.data, fill, lambda offset: array[offset : offset + nbytes])
+
+
+def _on_card(transport: Transport, nbytes: int) -> _Memory:
+    import torch
+
+    from node.transport_memory import pool_allocator
+
+    tensor = pool_allocator(transport)(2 * nbytes)
+
+    def fill(values: np.ndarray[Any, Any]) -> None:
+        tensor[:nbytes].copy_(torch.from_numpy(values))
+        torch.cuda.synchronize(tensor.device)
+
+    return _Memory(tensor.data_ptr(), fill, lambda offset: tensor[offset : offset + nbytes].cpu().numpy())
+
+
+# The listener
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises ConfigError."""
+    try:
+        return socket.create_server((host, port), backlog=8)
+    except (OSError, OverflowError) as reason:
+        raise ConfigError(f"--serve {port}: {host}: {reason}", param="serve") from reason
+
+
+def serve(listener: socket.socket, site: Site, key: bytes | None) -> None:
+    """One caller after the other, for ever. A caller that fails is logged."""
+    while True:
+        sock, _ = listener.accept()
+        try:
+            with Talk(sock) as talk:
+                welcome(talk, key)
+                log.info("%s has come", talk.peer)
+                _converse(talk, site)
+        except ServingError as error:
+            if error.code != "peer_lost":
+                log.warning("%s", error.message)
+        except OSError as error:
+            log.warning("a caller was lost: %s", error)
+
+
+def _converse(talk: Talk, site: Site) -> None:
+    """Until the caller leaves, which is a WorkerError."""
+    while True:
+        words = talk.receive()
+        try:
+            answer = _answer(words, site)
+        except ServingError as error:
+            talk.refuse(error)
+        else:
+            talk.send(**answer)
+
+
+def _answer(words: dict[str, Any], site: Site) -> dict[str, Any]:
+    match words:
+        case {"ask": "clock"}:
+            return {"time_s": time.time()}
+        case {"ask": "hello"}:
+            return site.hello()
+        case {"ask": "digest"}:
+            return {"digest": site.target_digest()}
+        case {"ask": "write", "session": str(session), "address": int(address)}:
+            return {"seconds": site.write(session, address), "digest": site.source_digest()}
+        case _:
+            raise TransferError("this question is not known here", code="protocol_error")
+
+
+# The caller
+
+
+def compare(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Raises ConfigError naming both values."""
+    for what in ("protocol", "transport"):
+        if mine[what] != theirs.get(what):
+            raise ConfigError(f"{what}: {mine[what]} here, {theirs.get(what)} there", code="layout_mismatch")
+
+
+def clock(talk: Talk) -> tuple[float, float]:
+    """How far the other clock is ahead, and how wrong that may be: of the quickest answer. Seconds."""
+    found = []
+    for _ in range(_CLOCK_TRIES):
+        before_s, started_s = time.time(), time.monotonic()
+        theirs_s = float(talk.ask("clock")["time_s"])
+        half_s = (time.monotonic() - started_s) / 2
+        found.append((half_s, theirs_s - before_s - half_s))
+    half_s, skew_s = min(found)
+    return skew_s, half_s
+
+
+def write_there(talk: Talk, site: Site, theirs: dict[str, Any]) -> float:
+    """Seconds. Raises TransferError, also when other bytes have arrived."""
+    seconds = site.write(str(theirs["session"]), int(theirs["address"]))
+    _check_digest(site.source_digest(), str(talk.ask("digest")["digest"]), "there")
+    return seconds
+
+
+def write_here(talk: Talk, site: Site) -> float:
+    """The other end writes. Seconds."""
+    hello = site.hello()
+    answer = talk.ask("write", session=hello["session"], address=hello["address"])
+    _check_digest(str(answer["digest"]), site.target_digest(), "here")
+    return float(answer["seconds"])
+
+
+def _check_digest(sent: str, arrived: str, where: str) -> None:
+    if sent != arrived:
+        raise TransferError(f"other bytes arrived {where}: digest {arrived} in place of {sent}", code="digest_mismatch")
