@@ -14,12 +14,13 @@ INSTALLED := .venv/.installed
 PEER_PYTHON ?=
 PEERS := sglang-router==0.3.2 aiohttp fastapi uvicorn orjson requests setproctitle
 
-.PHONY: help serve test test-slow test-gpu test-rdma check fmt bench bench-router clean system
+.PHONY: help serve test test-slow test-gpu test-rdma test-compose check fmt bench bench-router clean system
 
 help:
 	@echo "make serve      router on 127.0.0.1:$(PORT), one prefill and one decode node, and a first question"
 	@echo "make test       the tests;  make test-slow, make test-gpu: those that take minutes, those that need a GPU"
 	@echo "make test-rdma  the hand-off over RDMA verbs, without hardware: Soft-RoCE in a virtual machine (root, the first time)"
+	@echo "make test-compose  images are built and deploy/compose.yaml is run, by docker (BASE_IMAGE=... to build on)"
 	@echo "make check      format, lint and types;  make fmt: repair the first two"
 	@echo "make bench      every benchmark; results go to bench/results/"
 	@echo "make bench-router: CPU time and first bytes of the router beside sglang-router and mini_lb (PEER_PYTHON=...)"
@@ -45,6 +46,9 @@ test-gpu: $(INSTALLED)
 test-rdma: $(INSTALLED)
 	@$(BIN)/python -m tests.rdma.image
 	@$(BIN)/pytest tests/rdma
+
+test-compose:
+	@$(PYTHON) deploy/test_compose.py
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .
