@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from cli.guard_options import KEY_VARIABLES
+from cli.router_settings import KEY_VARIABLES
 from common.errors import WorkerError
 
 _POLL_S = 0.1

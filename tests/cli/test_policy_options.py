@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from cli.main import tandem
-from cli.policy_options import policy_options
+from cli.router_settings import router_options
 from common.config import PolicyName, RouterConfig
 
 
@@ -17,13 +17,13 @@ def read(*arguments: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     @click.command()
-    @policy_options
+    @router_options
     def command(**values: Any) -> None:
         found.update(values)
 
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
-    return found
+    return {name: value for name, value in found.items() if name.endswith("policy")}
 
 
 def test_names_and_those_of_sglang() -> None:
