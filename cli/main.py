@@ -19,6 +19,7 @@ from cli.lifeline import die_with_parent, parent_pid_option
 from cli.numbers import POSITIVE_SECONDS
 from cli.router import PREFILL_USAGE, router
 from cli.settings import BUNDLED_MODEL, LOG_LEVELS, node_config, node_options
+from cli.sglang import engine_options, refuse_sglang_options, serve_sglang
 from common.config import Role, TransportName, check_node_config
 from common.errors import ConfigError, ServingError
 
@@ -56,8 +57,14 @@ def tandem() -> None:
 def _node_command(role: Role, about: str) -> None:
     @tandem.command(role.value, help=about)
     @node_options(role)
+    @engine_options
     @parent_pid_option
-    def command(parent_pid: int | None, **values: Any) -> None:
+    def command(parent_pid: int | None, engine: str, **values: Any) -> None:
+        if engine == "sglang":
+            die_with_parent(parent_pid)
+            serve_sglang(role, values)
+            return
+        refuse_sglang_options()
         config = check_node_config(node_config(role, values))
         die_with_parent(parent_pid)
         from node.front import serve

@@ -82,12 +82,14 @@ def _check_advertised(server: ServerConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """Body of POST /workers. url: where routers reach the node. instance: as in its /health."""
+    """Body of POST /workers. url: where routers reach the node. instance: as in its /health. fingerprint: of a server
+    that does not publish one itself."""
 
     url: str
     role: str
     bootstrap_port: int | None
     instance: str
+    fingerprint: str | None = None
 
 
 def advertised_url(server: ServerConfig, port: int) -> str:
@@ -132,7 +134,7 @@ class Registrar:
             await client.aclose()
 
     async def _stay_registered(self, router: str) -> None:
-        body = msgspec.to_builtins(self.registration)
+        body = {name: value for name, value in msgspec.to_builtins(self.registration).items() if value is not None}
         while True:
             is_in, news = await self._ask(self._client, "POST", f"{router}/workers", json=body)
             if news != self._said.get(router):

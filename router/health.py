@@ -125,12 +125,13 @@ class HealthChecks:
             self._mark_dead(worker, f"it is the same process as {twin.url}")
             return
         is_new = instance is None or instance != worker.instance
-        worker.fingerprint, worker.handoff, worker.num_ranks = info.fingerprint, info.handoff, info.dp_size
+        worker.fingerprint = info.fingerprint or worker.declared
+        worker.handoff, worker.num_ranks = info.handoff, info.dp_size
         if is_new:
             worker.breaker.reset()
             worker.renew_targets()
         worker.resumes, worker.instance = info.resumes_answers, instance
-        if refusal := why_refused(info.fingerprint, self._required):
+        if refusal := why_refused(worker.fingerprint, self._required):
             self._mark_dead(worker, refusal)
             return
         worker.alive, worker.reason = True, ""

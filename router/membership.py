@@ -22,7 +22,7 @@ from common.errors import ConfigError, RequestError, WorkerError
 from common.urls import url_host
 from router.health import ServerInfo, why_refused
 from router.state_file import Entry, Kept, StateFile
-from router.worker import Source, Worker, make_worker
+from router.worker import ASKED, Source, Worker, make_worker
 from router.workers import Workers
 
 log = logging.getLogger("tandem.router")
@@ -36,12 +36,13 @@ REMOVED = "worker_removed"
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /workers. role, bootstrap_port: asked of the worker when left out. instance: of a worker that
-    registers itself, the one in its /health."""
+    registers itself, the one in its /health. fingerprint: of its state layout, where it does not publish one."""
 
     url: str
     role: Role | None = None
     bootstrap_port: int | None = None
     instance: str | None = None
+    fingerprint: str | None = None
 
 
 def read_registration(fields: dict[str, Any]) -> Registration:
@@ -96,12 +97,15 @@ class Membership:
             return known, False
         info = await self._ask(asked)
         role, port = self._identity(asked, info)
-        if refusal := why_refused(info.fingerprint, self._required) if info.fingerprint is not None else "":
+        layout = info.fingerprint or asked.fingerprint
+        if refusal := why_refused(layout, self._required) if layout is not None else "":
             raise RequestError(f"{asked.url}: {refusal}", code="fingerprint_mismatch", param="url", status=409)
         known = self._find(asked.url)  # the answer took its time
         worker = self._change(known, role, port) if known is not None else self._join(asked, role, port)
+        if worker.declared != asked.fingerprint:
+            worker.declared, worker.alive, worker.reason = asked.fingerprint, False, ASKED
         if not worker.alive:
-            worker.fingerprint, worker.handoff = info.fingerprint, info.handoff
+            worker.fingerprint, worker.handoff = layout, info.handoff
         self._hear(worker)
         return worker, known is None
 
@@ -255,7 +259,8 @@ def _wanted(asked: Registration) -> str:
 
 
 def _says_nothing_new(asked: Registration, known: Worker) -> bool:
-    return asked.role in (None, known.role) and asked.bootstrap_port in (None, known.bootstrap_port)
+    is_same = asked.role in (None, known.role) and asked.bootstrap_port in (None, known.bootstrap_port)
+    return is_same and asked.fingerprint in (None, known.declared)
 
 
 def _merged(held: Kept, before: Kept, after: Kept) -> Kept:

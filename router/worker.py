@@ -33,7 +33,8 @@ class Worker:
     """One node as the router sees it.
 
     host: what the other leg calls it by (of a prefill worker: where its rooms are opened). fingerprint: of its state
-    layout, handoff: how it hands state over; None while unknown or when it publishes none. resumes: whether it goes on
+    layout, handoff: how it hands state over; None while unknown or when it publishes none; declared: a fingerprint
+    with which it was registered, of a server that publishes none. resumes: whether it goes on
     with answers that others began. instance: of the process, None when it tells none. reason: why it is not alive.
     unanswered: checks in a row. num_legs: that run there; used_s: when the last one began or ended. is_leaving: it gets
     no requests and is removed when it has no leg any more. heard_s: when it last registered, if it does that itself.
@@ -50,6 +51,7 @@ class Worker:
     alive: bool = False
     fingerprint: str | None = None
     handoff: str | None = None
+    declared: str | None = None
     resumes: bool = False
     num_ranks: int = 1
     instance: str | None = None
