@@ -25,17 +25,19 @@ _CPU_PROCESS_BYTES = 300 << 20
 """Of a rank on the CPU: interpreter, torch, and what oneDNN keeps."""
 
 
-class ModelFacts(NamedTuple):
-    """layers: e.g. "5 mamba, 2 attention". dtypes: as they are stored. weight_bytes: of the files. vocab_size: of the
-    tokenizer; model_vocab_size: of the embedding."""
+class Architecture(NamedTuple):
+    """layers: e.g. "5 mamba, 2 attention". vocab_size: of the embedding. context_length: of what will be served."""
 
     layers: str
-    dtypes: tuple[str, ...]
-    weight_bytes: int
     vocab_size: int
-    model_vocab_size: int
     context_length: int
-    has_chat_template: bool
+
+
+class Weights(NamedTuple):
+    """dtypes: as they are stored. nbytes: of the files."""
+
+    dtypes: tuple[str, ...]
+    nbytes: int
 
 
 class Capacity(NamedTuple):
@@ -58,23 +60,29 @@ class Capacity(NamedTuple):
         return self.plan.total * self.ranks_on_device
 
 
-def model_facts(config: NodeConfig) -> ModelFacts:
-    """Raises ConfigError naming file and reason for everything that a node with this folder would refuse."""
-    path = config.model.path
-    hybrid = HybridConfig.from_folder(path)
-    dummy = config.model.load_format is LoadFormat.DUMMY
-    dtypes = set() if dummy else set(stored_dtypes(path, hybrid).values())
-    tokenizer = load_tokenizer(path)
+def architecture(config: NodeConfig) -> Architecture:
+    """Raises ConfigError naming what of the folder's config.json a node would refuse."""
+    hybrid = HybridConfig.from_folder(config.model.path)
     kinds = [kind.name.lower() for kind in hybrid.layers]
-    return ModelFacts(
-        layers=", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)),
-        dtypes=tuple(sorted(dtypes)),
-        weight_bytes=0 if dummy else sum(file.stat().st_size for file in Path(path).glob("*.safetensors")),
-        vocab_size=tokenizer.vocab_size,
-        model_vocab_size=hybrid.vocab_size,
-        context_length=resolve_context_length(config.engine, hybrid),
-        has_chat_template=load_chat_template(path, config.model.chat_template) is not None,
-    )
+    layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    return Architecture(layers, hybrid.vocab_size, resolve_context_length(config.engine, hybrid))
+
+
+def weights(config: NodeConfig) -> Weights:
+    """Raises ConfigError naming file and tensor."""
+    folder = Path(config.model.path)
+    dtypes = stored_dtypes(folder, HybridConfig.from_folder(folder)).values()
+    return Weights(tuple(sorted(set(dtypes))), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+
+
+def tokenizer_size(config: NodeConfig) -> int:
+    """Tokens that it knows. Raises ConfigError."""
+    return load_tokenizer(config.model.path).vocab_size
+
+
+def has_chat_template(config: NodeConfig) -> bool:
+    """Raises ConfigError for one that is broken."""
+    return load_chat_template(config.model.path, config.model.chat_template) is not None
 
 
 def capacity(config: NodeConfig) -> Capacity:

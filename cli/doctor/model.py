@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.doctor.checks import Check, error, gib, not_applicable, ok, refused, warning
 from cli.doctor.machine import available_memory
-from common.config import NodeConfig, rank_devices
+from common.config import LoadFormat, NodeConfig, rank_devices
 from common.errors import ConfigError, ServingError
 
 if TYPE_CHECKING:
@@ -19,53 +20,86 @@ _MAX_READ_BYTES = 4 << 30
 
 
 def check_model(config: NodeConfig) -> Iterator[Check]:
-    """Raises nothing: what is wrong with the folder is one error, which names the file."""
-    from node.preflight import model_facts
-
-    path = config.model.path
-    try:
-        facts = model_facts(config)
-    except ServingError as reason:
-        yield refused("model", reason, _advice(reason, path))
+    """A line for each part of the folder; an error names the file."""
+    if not Path(config.model.path).is_dir():
+        fix = "give a Hugging Face model folder with --model-path (in a container: is the volume mounted?)"
+        yield error("model", f"{config.model.path}: no such folder", fix)
         return
-    dtypes = f", stored as {', '.join(facts.dtypes)}" if facts.dtypes else ", random weights"
-    yield ok(
-        "model",
-        f"{path}: {facts.layers}; weights {gib(facts.weight_bytes)}{dtypes}; up to {facts.context_length:,} tokens",
-        path=path,
-        weight_bytes=facts.weight_bytes,
-        dtypes=list(facts.dtypes),
-        context_length=facts.context_length,
-    )
-    yield _check_vocabulary(facts.vocab_size, facts.model_vocab_size)
-    if facts.has_chat_template:
-        yield ok("model.chat_template", "there")
-    else:
-        fix = "--chat-template FILE; without one /v1/chat/completions is refused, everything else works"
-        yield warning("model.chat_template", "none", fix)
+    parts = {"": _config, ".weights": _weights, ".tokenizer": _tokenizer, ".chat_template": _chat_template}
+    for part, check in parts.items():
+        try:
+            yield check(f"model{part}", config)
+        except ServingError as reason:
+            if part == ".weights" and "/config.json" in reason.message:
+                yield not_applicable(f"model{part}", "not without config.json")
+            else:
+                yield refused(f"model{part}", reason, _advice(reason))
 
 
-def _check_vocabulary(tokenizer: int, model: int) -> Check:
-    found = f"{tokenizer:,} tokens, the model knows {model:,}"
-    if tokenizer > model:
-        fix = "tokenizer.json is another model's: fetch the folder again"
-        return error("model.tokenizer", found, fix, vocab_size=tokenizer)
-    return ok("model.tokenizer", found, vocab_size=tokenizer)
+def _config(name: str, config: NodeConfig) -> Check:
+    from node.preflight import architecture
+
+    found = architecture(config)
+    path, tokens = config.model.path, found.context_length
+    text = f"{path}: {found.layers}; up to {tokens:,} tokens"
+    return ok(name, text, path=path, context_length=tokens, vocab_size=found.vocab_size)
 
 
-def _advice(reason: ServingError, path: str) -> str:
+def _weights(name: str, config: NodeConfig) -> Check:
+    from node.preflight import weights
+
+    if config.model.load_format is LoadFormat.DUMMY:
+        return ok(name, "random ones (--load-format dummy)")
+    if missing := _missing_files(Path(config.model.path)):
+        fix = "download them (hf download), whole, into the folder"
+        return error(name, f"not there: {', '.join(missing)}", fix, missing=missing)
+    found = weights(config)
+    text = f"{gib(found.nbytes)}, complete, stored as {', '.join(found.dtypes)}"
+    return ok(name, text, weight_bytes=found.nbytes, dtypes=list(found.dtypes))
+
+
+def _missing_files(folder: Path) -> list[str]:
+    """Of those that the index names; none when there is no readable index, which the engine will say."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        files = {str(file) for file in index["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return sorted(file for file in files if not (folder / file).is_file())
+
+
+def _tokenizer(name: str, config: NodeConfig) -> Check:
+    from node.preflight import architecture, tokenizer_size
+
+    size = tokenizer_size(config)
+    try:
+        known = architecture(config).vocab_size
+    except ServingError:  # which has its own line
+        return ok(name, f"{size:,} tokens", vocab_size=size)
+    if size > known:
+        fix = "tokenizer.json is another model's: download the folder again"
+        return error(name, f"{size:,} tokens, the model knows {known:,}", fix, vocab_size=size)
+    return ok(name, f"{size:,} tokens, the model knows {known:,}", vocab_size=size)
+
+
+def _chat_template(name: str, config: NodeConfig) -> Check:
+    from node.preflight import has_chat_template
+
+    if has_chat_template(config):
+        return ok(name, "there")
+    fix = "--chat-template FILE; without one /v1/chat/completions is refused, everything else works"
+    return warning(name, "none", fix)
+
+
+def _advice(reason: ServingError) -> str:
     text = reason.message
-    if not Path(path).is_dir():
-        return "give a Hugging Face model folder with --model-path (in a container: is the volume mounted?)"
     if reason.param == "chat_template":
         return "give another file, or none: the folder's own template is used then"
     if reason.param == "context_length":
         return "--context-length: at most that"
     if "this engine runs" in text or "not implemented" in text:
-        return "serve this model with another backend: the native engine runs unquantised nemotron_h models"
-    if "safetensors" in text or "tensor" in text:
-        return "the file is missing or incomplete: download it again (hf download), and compare sizes"
-    return "download the folder again (hf download): config.json, tokenizer.json and every weight file"
+        return "the native engine runs unquantised nemotron_h models: give another model, or serve it with SGLang"
+    return "the file is missing or incomplete: download it again (hf download), whole"
 
 
 def find_capacity(config: NodeConfig) -> Capacity | ServingError:
@@ -80,7 +114,7 @@ def find_capacity(config: NodeConfig) -> Capacity | ServingError:
 def check_memory_plan(config: NodeConfig, plan: Capacity | ServingError, cuda: Cuda | None) -> list[Check]:
     """cuda: of ranks on cards."""
     if isinstance(plan, ServingError):
-        if plan.param in (None, "model_path") or "config.json" in plan.message:
+        if "config.json" in plan.message:
             return [not_applicable("memory_plan", "not without the model's config.json")]
         return [refused("memory_plan", plan, "change the setting that is named")]
     if not config.model.device.startswith("cuda"):

@@ -140,7 +140,7 @@ def _ask(name: str, url: str, asker: Asker, fix: str) -> Asked | Check:
             name, f"{url}: {asked.status}, it asks for a key", f"{asker.key_option}: a file with an admin key of it"
         )
     if asked.status != 200:
-        return error(name, f"{url}: status {asked.status}", fix)
+        return error(name, f"{url}: status {asked.status}, in place of Tandem's answer", fix)
     return asked
 
 
