@@ -88,7 +88,8 @@ tandem.add_command(doctor)
 @click.option(
     "--transport", type=click.Choice([each.value for each in TransportName]), default="auto", show_default=True
 )
-@click.option("--threads", type=int, default=None, help="torch threads of each node; half of the cores by default")
+@click.option("--dp-size", type=int, default=1, show_default=True, help="Ranks of the decode node")
+@click.option("--threads", type=int, default=None, help="torch threads of each rank; its share of the cores by default")
 @click.option(
     "--start-timeout", type=POSITIVE_SECONDS, default=300.0, show_default=True, help="Seconds until all must be ready"
 )
@@ -136,6 +137,7 @@ def generate(example: bool, **values: Any) -> None:
     metavar="KIND",
     help="Only these faults; may be given several times. All that the transport can do by default",
 )
+@click.option("--dp-size", type=click.IntRange(1, 8), default=1, show_default=True, help="Ranks of each node")
 @click.option("--concurrency", type=int, default=6, show_default=True, help="Clients")
 @click.option("--rate", type=float, default=10.0, show_default=True, help="Requests begun a second at most")
 @click.option("--liveness-timeout", "liveness_s", type=float, default=3.0, show_default=True, help="Of all processes")

@@ -45,6 +45,7 @@ class Options:
     start_timeout: float
     log_level: str
     once: bool
+    dp_size: int = 1  # of the decode node
 
     @property
     def url(self) -> str:
@@ -66,7 +67,8 @@ class Options:
 
     @property
     def node_threads(self) -> int:
-        return max(1, (os.cpu_count() or 1) // 2) if self.threads is None else self.threads
+        """Of each rank: prefill has one."""
+        return max(1, (os.cpu_count() or 1) // (1 + max(1, self.dp_size))) if self.threads is None else self.threads
 
 
 def up(options: Options) -> int:
@@ -83,7 +85,9 @@ def check_nodes(options: Options) -> None:
             NodeConfig(
                 role=role,
                 model=ModelConfig(path=options.model_path, device=device),
-                engine=EngineConfig(threads=options.node_threads),
+                engine=EngineConfig(
+                    threads=options.node_threads, dp_size=options.dp_size if role is Role.DECODE else 1
+                ),
                 transfer=TransferConfig(transport=TransportName(options.transport)),
             )
         )
@@ -140,7 +144,7 @@ def plan_children(options: Options) -> list[ChildPlan]:
     prefill_device, decode_device = (("--device", device) for device in options.devices)
     prefill_ports = ("--port", str(prefill_port), "--bootstrap-port", str(bootstrap_port))
     prefill = ("prefill", *node, *prefill_device, *prefill_ports)
-    decode = ("decode", *node, *decode_device, "--port", str(decode_port))
+    decode = ("decode", *node, *decode_device, "--dp-size", str(options.dp_size), "--port", str(decode_port))
     pair = ("--prefill", prefill_url, str(bootstrap_port), "--decode", decode_url)
     router = ("router", "--host", options.host, "--port", str(options.port), *pair, *at_once, *log_level)
     return [

@@ -84,16 +84,21 @@ async def flush(fleet: Fleet) -> list[str]:
 
 async def _cached(session: aiohttp.ClientSession, node: Process) -> list[str]:
     async with session.get(f"{node.url}/server_info") as answer:
-        state = (await answer.json())["internal_states"][0]
-    kinds = [kind for kind in ("pages", "slots") if state[f"{kind}_free"] != state[f"{kind}_total"]]
-    return [f"{node.name}: {state[f'{kind}_free']} of {state[f'{kind}_total']} {kind} free" for kind in kinds]
+        states = (await answer.json())["internal_states"]
+    return [
+        f"{node.name} rank {state['dp_rank']}: {state[f'{kind}_free']} of {state[f'{kind}_total']} {kind} free"
+        for state in states
+        for kind in ("pages", "slots")
+        if state[f"{kind}_free"] != state[f"{kind}_total"]
+    ]
 
 
 def memory(fleet: Fleet) -> dict[str, int]:
     """Resident bytes of every process that is there."""
     found = {"router": fleet.router.front()}
     for node in fleet.nodes.values():
-        found |= {f"{node.name} front": node.front(), f"{node.name} rank": node.rank()}
+        found |= {f"{node.name} front": node.front()}
+        found |= {f"{node.name} {name}": rank for name, rank in node.ranks().items()}
     return {name: process.memory_info().rss for name, process in found.items() if process is not None}
 
 

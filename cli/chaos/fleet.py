@@ -57,6 +57,7 @@ class Process:
     process: asyncio.subprocess.Process | None = None
     _keeper: asyncio.Task[None] | None = None
     _closing: bool = False
+    _turn: int = -1
 
     async def start(self) -> None:
         """From now on it is there again whenever it has ended."""
@@ -99,11 +100,19 @@ class Process:
         return None
 
     def rank(self) -> psutil.Process | None:
-        """A node's rank, unless there is none at the moment."""
-        front = self.front()
-        with contextlib.suppress(psutil.NoSuchProcess, StopIteration):
-            return next(iter(front.children())) if front is not None else None
-        return None
+        """One of a node's ranks, another one each time, unless there is none at the moment."""
+        ranks = list(self.ranks().values())
+        self._turn += 1
+        return ranks[self._turn % len(ranks)] if ranks else None
+
+    def ranks(self) -> dict[str, psutil.Process]:
+        """Those that there are, by name."""
+        front, found = self.front(), {}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in front.children() if front is not None else ():
+                if (words := _words(child))[-2:-1] == ["--rank"]:
+                    found[f"rank {words[-1]}"] = child
+        return found
 
     def kill(self, victim: psutil.Process | None) -> bool:
         """kill -9 of the front or of the rank. False when it was not there."""
@@ -202,7 +211,8 @@ class Fleet:
         times = ("--liveness-timeout", liveness, "--bootstrap-timeout", "10", "--transfer-timeout", "5")
         waits = ("--first-token-timeout", "20", "--drain-timeout", f"{_DRAIN_S:g}", "--log-level", "debug")
         steps = ("--model-path", options.model_path, "--threads", "1", "--chunked-prefill-size", "256")
-        return self._process(name, port, (role.value, *handoff, *times, *waits, *steps, *_POOLS))
+        ranks = () if role is Role.UNIFIED else ("--dp-size", str(options.dp_size))
+        return self._process(name, port, (role.value, *handoff, *times, *waits, *steps, *ranks, *_POOLS))
 
     def _process(self, name: str, port: int, arguments: Sequence[str]) -> Process:
         command = (sys.executable, "-m", "cli.main", *arguments, "--port", str(port), "--parent-pid", str(os.getpid()))
@@ -267,6 +277,14 @@ async def _is_healthy(session: aiohttp.ClientSession, member: Process) -> bool:
             return answer.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """Its command; nothing when it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def _describe(process: psutil.Process) -> str:

@@ -16,7 +16,8 @@ class Options:
     """Times are seconds. seconds: how long the disturbed part lasts. rate: requests begun a second at most.
 
     kinds: of faults. margin_s: added to liveness_s, the longest time that a client may hear nothing. settle_s: from the
-    last fault until everything must be free again. logs: folder of the processes' logs; None: a temporary one.
+    last fault until everything must be free again. dp_size: ranks of each node. logs: folder of the processes' logs;
+    None: a temporary one.
     """
 
     seconds: float
@@ -30,6 +31,7 @@ class Options:
     margin_s: float
     settle_s: float
     model_path: str
+    dp_size: int
     report: Path | None
     logs: Path | None
 

@@ -60,7 +60,7 @@ class TestPlan:
 def options(**changed: Any) -> dict[str, Any]:
     given = {"seconds": 10.0, "seed": 0, "transport": "loopback", "verify": "digest", "kinds": (), "concurrency": 2}
     times = {"rate": 1.0, "liveness_s": 3.0, "margin_s": 1.0, "settle_s": 1.0}
-    return given | times | {"model_path": "m", "report": None, "logs": None} | changed
+    return given | times | {"model_path": "m", "dp_size": 1, "report": None, "logs": None} | changed
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -16,7 +17,9 @@ import psutil
 import pytest
 
 from accuracy.gsm_mini import Problem
-from cli.up import Options, curl_line, free_port, free_ports, plan_children, report
+from cli.settings import BUNDLED_MODEL
+from cli.up import Options, check_nodes, curl_line, free_port, free_ports, plan_children, report
+from common.errors import ConfigError
 from tests.cli.fake_node import ANSWER
 
 FAKE_UP = Path(__file__).with_name("fake_up.py")
@@ -229,6 +232,20 @@ def test_each_node_gets_its_device(device: str, expected: tuple[str, str]) -> No
     prefill, decode, router = plan_children(options_for(device))
     found = [plan.command[plan.command.index("--device") + 1] for plan in (prefill, decode)]
     assert tuple(found) == expected and "--device" not in router.command
+
+
+def test_the_decode_node_gets_its_ranks_and_each_rank_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    prefill, decode, router = plan_children(dataclasses.replace(options_for("cpu"), dp_size=3))
+    assert decode.command[decode.command.index("--dp-size") + 1] == "3"
+    assert "--dp-size" not in prefill.command + router.command
+    assert {plan.command[plan.command.index("--threads") + 1] for plan in (prefill, decode)} == {"2"}
+
+
+@pytest.mark.parametrize("dp_size", [0, 65])
+def test_ranks_that_cannot_be_are_refused(dp_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"--dp-size {dp_size}"):
+        check_nodes(dataclasses.replace(options_for("cpu"), model_path=str(BUNDLED_MODEL), dp_size=dp_size))
 
 
 @pytest.mark.parametrize("device", ["", "cuda:0,", "cuda:0,cuda:1,cuda:2", "cuda:0,cpu"])
