@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import statistics
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +20,7 @@ import msgspec
 import psutil
 import pytest
 
-from tests.support.stack import Server, free_port, generate, node, running, wait_healthy
+from tests.support.stack import REPO, Server, command, free_port, generate, node, running, wait_healthy
 
 MEASURED_RANKS = (1, 2, 3)
 GAP = 1e-4  # of the reference's two likeliest tokens, below which another one may be taken
@@ -208,3 +210,20 @@ def test_a_prefill_rank_that_died_serves_again(tmp_path: Path) -> None:
         until(lambda: all(rank["alive"] for rank in info(prefill)["ranks"]))
         ask_all(router.url, [body(place) for place in range(8, 20)])
         assert min(finished(prefill)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_gate_passes_cold_and_warm(tmp_path: Path) -> None:
+    """extra_buffer, the default, on both sides; the tokens of a node without ranks besides."""
+    size = ("--num-questions", "100", "--parallel", "48", "--warm", "1", "--output", str(tmp_path))
+    with pair(tmp_path, prefill_dp=1, decode_dp=2) as (router, _, decode), node("unified", tmp_path) as unified:
+        wait_healthy(unified)
+        arguments = command("gate", "gsm-mini", "--url", router.url, "--baseline", unified.url, *size)
+        done = subprocess.run(arguments, cwd=REPO, capture_output=True, text=True, timeout=1400, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        counts = finished(decode)
+        assert info(decode)["mamba_scheduler_strategy"] == "extra_buffer"
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["verdict"] == "pass" and report["runs"][2]["cached_share"] > 0.5, report
+    assert min(counts) > 0.8 * max(counts), counts
