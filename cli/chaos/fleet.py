@@ -282,9 +282,10 @@ async def _is_healthy(session: aiohttp.ClientSession, member: Process) -> bool:
 def _words(process: psutil.Process) -> list[str]:
     """Its command; nothing when it has just ended."""
     try:
-        return process.cmdline()
+        words: list[str] = process.cmdline()
     except psutil.Error:
         return []
+    return words
 
 
 def _describe(process: psutil.Process) -> str:
