@@ -37,8 +37,8 @@ def check_cores(config: NodeConfig | None) -> Check:
     asked = config.engine.threads * config.engine.dp_size
     if asked > cores:
         fix = f"--threads and --dp-size multiply to {asked}: lower them, or give this process more cores"
-        return warning("cpu", f"{found}, {asked} threads compute", fix, cores=cores)
-    return ok("cpu", f"{found}, {asked} of them compute", cores=cores)
+        return warning("cpu", f"{found}, threads that compute: {asked}", fix, cores=cores)
+    return ok("cpu", f"{found}, threads that compute: {asked}", cores=cores)
 
 
 def available_cores(cgroup: Path = _CGROUP) -> float:

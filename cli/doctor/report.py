@@ -18,6 +18,8 @@ _MARKS = {
     Status.NOT_APPLICABLE: ("n/a", "dim"),
 }
 
+_NAME_WIDTH = 26
+
 
 def summary(checks: Sequence[Check]) -> str:
     counts = {status: sum(check.status is status for check in checks) for status in Status}
@@ -38,7 +40,7 @@ def print_report(checks: Sequence[Check], role: str, console: Console) -> None:
 def _table(checks: Sequence[Check]) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+    table.add_column(max_width=_NAME_WIDTH, overflow="fold")
     table.add_column(overflow="fold")
     for check in checks:
         word, style = _MARKS[check.status]
