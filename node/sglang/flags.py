@@ -240,7 +240,8 @@ def _one_at_a_time(config: SglangConfig, version: Version) -> list[str]:
     why = f"sglang {version.name} saves wrong states with extra_buffer when it computes several prompts together"
     way_out = "--mamba-scheduler-strategy no_buffer and --disable-radix-cache avoid it, 0.5.20 and later have it fixed"
     asked = _passed_on(config.arguments, ONE_AT_A_TIME)
-    if engine.enable_mixed_chunk or "--enable-mixed-chunk" in config.arguments:
+    mixes = any(each.startswith("--enable-mix") for each in config.arguments)
+    if engine.enable_mixed_chunk or mixes:
         raise ConfigError(f"--enable-mixed-chunk: {why}; {way_out}", param="enable_mixed_chunk")
     if asked not in (None, "1"):
         raise ConfigError(f"--sglang-arg {ONE_AT_A_TIME} {asked}: {why}; {way_out}", param="sglang_arg")

@@ -36,7 +36,7 @@ from node.sglang.versions import installed_version, version_of
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 1.0
+EVERY_S = 0.5
 HEALTH_LIMIT_S = 5.0
 TOKEN_LIMIT_S = 120.0
 RESTART_WAIT_S = 30.0
@@ -186,7 +186,7 @@ async def _silent(http: httpx.AsyncClient, limit_s: float) -> None:
     """Return when it has not been healthy for so long."""
     heard_s = time.monotonic()
     while time.monotonic() - heard_s < limit_s:
-        if await _answers(http, "/health"):
+        if await _answers(http, "/health", min(HEALTH_LIMIT_S, limit_s)):
             heard_s = time.monotonic()
         await asyncio.sleep(min(EVERY_S, limit_s / 4))
 
