@@ -14,6 +14,7 @@ import httpx
 
 from accuracy import gsm_mini
 from common.errors import ConfigError, ServingError, WorkerError
+from common.keys import KeyRole, make_key
 
 _TIMEOUT = httpx.Timeout(300.0, connect=5.0)
 
@@ -42,6 +43,8 @@ def run(options: Options) -> None:
     Raises ServingError with what the server said, WorkerError when none is there, ConfigError for what is no URL.
     """
     url = _checked(options.url)
+    if options.api_key is not None:
+        make_key(KeyRole.USER, options.api_key, "--api-key")
     if options.text is not None:
         _ask(url, request_body(options, options.text), options.headers)
         return

@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from cli.lifeline import die_with_parent, parent_pid_option
-from cli.router_processes import MAX_PROCESSES, RouterProcesses
-from cli.router_settings import KEY_VARIABLES, ROUTER_SETTINGS, router_options
+from cli.router_settings import KEY_VARIABLES, MAX_PROCESSES, ROUTER_SETTINGS, router_options
 from common.config import RouterConfig, WorkerAddress
 from common.errors import ConfigError
 from common.keys import Key, KeyRole, make_key
@@ -56,8 +55,9 @@ def router(
     **values: Any,
 ) -> None:
     """The front door: spreads requests over pairs of prefill and decode workers."""
+    from cli.router_processes import RouterProcesses
     from common.logs import configure_logging
-    from router.app import listen, serve
+    from router.app import serve
 
     config = router_config(values)
     configure_logging(config.log_level, "router")
@@ -68,7 +68,7 @@ def router(
     if num_processes == 1:
         serve(config, keys)
     else:
-        RouterProcesses(config, listen(config, keys), keys, num_processes).run()
+        RouterProcesses(config, keys, num_processes).run()
 
 
 def router_config(values: dict[str, Any]) -> RouterConfig:

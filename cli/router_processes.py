@@ -28,10 +28,10 @@ from common.config import RouterConfig, SiblingConfig
 from common.errors import ConfigError, ServingError
 from common.keys import Key
 from common.logs import configure_logging
+from router.app import listen, serve_on
 
 log = logging.getLogger("tandem.router")
 
-MAX_PROCESSES = 64
 _LIVED_LONG_S = 10.0
 _BACKOFF_S = (0.2, 30.0)
 _POLL_S = 0.5
@@ -73,14 +73,13 @@ class _Child:
 
 
 class RouterProcesses:
-    """To be run once, in the main thread, whose signals it takes."""
+    """To be run once, in the main thread, whose signals it takes. Raises ConfigError before it listens."""
 
-    def __init__(
-        self, config: RouterConfig, listeners: Sequence[socket.socket], keys: Sequence[Key], count: int
-    ) -> None:
-        self._listeners, self._keys, self._count = listeners, keys, count
+    def __init__(self, config: RouterConfig, keys: Sequence[Key], count: int) -> None:
+        self._keys, self._count = keys, count
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-router-")
         self._config = share_of(config, count, self._folder.name)
+        self._listeners = listen(config, keys)
         self._children: list[_Child] = []
         self._is_ending = False
 
@@ -139,8 +138,6 @@ def _serve(config: RouterConfig, listeners: list[socket.socket], keys: tuple[Key
     assert config.siblings is not None
     configure_logging(config.log_level, f"router-{config.siblings.number}")
     die_with_parent(parent_pid)
-    from router.app import serve_on
-
     try:
         serve_on(config, listeners, keys)
     except ServingError as error:

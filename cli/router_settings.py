@@ -11,6 +11,7 @@ import click
 from cli.settings import LOG_LEVELS
 from common.config import PolicyName, RouterConfig
 
+MAX_PROCESSES = 64
 KEY_VARIABLES = ("TANDEM_API_KEY", "TANDEM_ADMIN_API_KEY")
 
 _DEFAULTS = RouterConfig()

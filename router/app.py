@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -242,7 +243,7 @@ def _listen(host: str, port: int, prefix: str = "") -> socket.socket:
     except OSError as error:
         at_fault = "port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
         value = port if at_fault == "port" else host
-        reason = f"cannot listen on {host}:{port} ({error.strerror or error})"
+        reason = f"cannot listen on {host}:{port} ({os.strerror(error.errno) if error.errno else error})"
         setting = prefix + at_fault
         raise ConfigError(f"--{setting} {value}: {reason}", param=setting.replace("-", "_")) from error
 

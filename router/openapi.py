@@ -238,6 +238,11 @@ def _operation(
     return found | ({"parameters": list(parameters)} if parameters else {})
 
 
+def _part(name: str) -> _Schema:
+    """Of a path."""
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+
+
 def _query(name: str, schema: _Schema) -> _Schema:
     return {"name": name, "in": "query", "schema": schema}
 
@@ -251,10 +256,12 @@ USER_PATHS: _Schema = {
     "/v1/chat/completions": {"post": _operation("OpenAI: a chat", "ChatRequest", content=_JSON | _EVENTS)},
     "/v1/completions": {"post": _operation("OpenAI: continue prompts", "CompletionRequest", content=_JSON | _EVENTS)},
     "/v1/models": {"get": _operation("OpenAI: the model")},
+    "/v1/models/{name}": {"get": _operation("OpenAI: the model of this name", parameters=(_part("name"),))},
     "/tokenize": {"post": _operation("Token ids of texts", "TokenizeRequest")},
     "/detokenize": {"post": _operation("Text of token ids", "DetokenizeRequest")},
     "/abort_request": {"post": _operation("End requests", "AbortRequest")},
     "/model_info": {"get": _operation("The model's path and type")},
+    "/get_model_info": {"get": _operation("The same")},
     "/health": {"get": _operation("Whether a pair of workers can serve")},
     "/health_generate": {"get": _operation("One token through a pair of workers")},
 }
@@ -264,8 +271,16 @@ ADMIN_PATHS: _Schema = {
         "post": _operation("A worker comes", "Registration"),
         "delete": _operation("A worker goes", parameters=(_WORKER_URL, _FORCE)),
     },
-    "/flush_cache": {"post": _operation("Every worker drops what it has cached", parameters=(_TIMEOUT,))},
+    "/workers/{id}": {"delete": _operation("A worker goes", parameters=(_part("id"), _FORCE))},
+    "/list_workers": {"get": _operation("The workers' URLs")},
+    "/add_worker": {"post": _operation("A worker comes", parameters=(_WORKER_URL,))},
+    "/remove_worker": {"post": _operation("A worker goes", parameters=(_WORKER_URL, _FORCE))},
+    "/flush_cache": {
+        method: _operation("Every worker drops what it has cached", parameters=(_TIMEOUT,))
+        for method in ("get", "post")
+    },
     "/server_info": {"get": _operation("Settings, workers and counters")},
+    "/get_server_info": {"get": _operation("The same")},
     "/metrics": {"get": _operation("For Prometheus", content=_PLAIN)},
     "/status.json": {"get": _operation("What the status page shows")},
     "/debug/requests": {
