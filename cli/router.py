@@ -64,7 +64,7 @@ def router(
     die_with_parent(parent_pid)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_quietly)
-    keys = _given_keys(api_key, admin_api_key)
+    keys = given_keys(api_key, admin_api_key)
     if num_processes == 1:
         serve(config, keys)
     else:
@@ -81,7 +81,7 @@ def router_config(values: dict[str, Any]) -> RouterConfig:
     return RouterConfig(**settings | workers)
 
 
-def _given_keys(user: str | None, admin: str | None) -> list[Key]:
+def given_keys(user: str | None, admin: str | None) -> list[Key]:
     """Those that came without a file. Raises ConfigError."""
     given = ((KeyRole.USER, user, "--api-key"), (KeyRole.ADMIN, admin, "--admin-api-key"))
     return [make_key(role, secret, option) for role, secret, option in given if secret is not None]

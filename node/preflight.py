@@ -56,8 +56,8 @@ class Capacity(NamedTuple):
 
     @property
     def needed_bytes(self) -> int:
-        """By all ranks that share the device."""
-        return self.plan.total * self.ranks_on_device
+        """By all ranks that share the device; they share the memory of their weights too."""
+        return self.plan.weights + self.ranks_on_device * (self.plan.total - self.plan.weights)
 
 
 def architecture(config: NodeConfig) -> Architecture:

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 import msgspec
 
-from cli.router import router, router_config
-from cli.settings import node_config, node_options
+from cli.router import given_keys, router, router_config
+from cli.settings import NODE_SETTINGS, node_config, node_options
+from cli.sglang import engine_options
 from common.config import NodeConfig, Role, RouterConfig, check_node_config
+from common.errors import ConfigError
 
 if TYPE_CHECKING:
     from cli.doctor.checks import Check
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _ROUTER = "router"
 _ROLES = [*(role.value for role in Role), _ROUTER]
 _DEFAULT_ROLE = Role.PREFILL.value
+_NODE_NAMES = {setting.name for setting in NODE_SETTINGS}
 _ROLE_KEY = "cli.doctor.role"
 
 
@@ -56,7 +59,8 @@ def _asked_role(args: Sequence[str]) -> str:
 def _role_params(role: str) -> list[click.Parameter]:
     if role == _ROUTER:
         return [param for param in router.params if param.name != "parent_pid"]
-    return list(click.command(node_options(Role(role))(lambda **_: None)).params)
+    node = click.command(engine_options(node_options(Role(role))(lambda **_: None)))
+    return [param for param in node.params if param.name == "engine" or param.name in _NODE_NAMES]
 
 
 class _Peer(click.ParamType[tuple[str, int]]):
@@ -96,7 +100,15 @@ def doctor(
             if given is not None:
                 raise click.UsageError(f"{name}: only with --role prefill or decode")
     if role == _ROUTER:
-        _report(role, as_json, run.router_checks(_router_settings(values)))
+        _report(
+            role,
+            as_json,
+            run.router_checks(_router_settings(values), given_keys(values["api_key"], values["admin_api_key"])),
+        )
+    if values["engine"] != "native":
+        raise ConfigError(
+            f"--engine {values['engine']}: the doctor knows nodes of the native engine only", param="engine"
+        )
     config = checked_options(node_config(Role(role), values))
     if serve is not None:
         _serve(config, serve)

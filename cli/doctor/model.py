@@ -130,35 +130,41 @@ def check_memory_plan(config: NodeConfig, plan: Capacity | ServingError, cuda: C
 
 
 def _check_plan(name: str, config: NodeConfig, capacity: Capacity, free: int, where: str) -> Check:
-    plan = capacity.plan
-    ranks = f"{capacity.ranks_on_device} ranks of " if capacity.ranks_on_device > 1 else ""
-    parts = (
-        f"{ranks}weights {gib(plan.weights)} + pages {gib(plan.pages)} + slots {gib(plan.slots)} + step "
-        f"{gib(plan.step)} + other {gib(plan.other)} = {gib(capacity.needed_bytes)} of {gib(free)} {where}"
-    )
-    fits = (
-        f"{capacity.max_requests} requests at once of {capacity.mean_tokens:,} tokens each, alone up to "
-        f"{capacity.longest_tokens:,}"
-    )
-    data = {
-        "needed_bytes": capacity.needed_bytes,
-        "free_bytes": free,
-        "max_requests": capacity.max_requests,
-        "mean_tokens": capacity.mean_tokens,
-        "longest_tokens": capacity.longest_tokens,
-        "slots": capacity.slots,
-        "pages": capacity.pages,
-        "slot_bytes": capacity.slot_bytes,
-        "page_bytes": capacity.page_bytes,
-        **{f"{part}_bytes": getattr(plan, part) for part in ("weights", "pages", "slots", "step", "other")},
-    }
+    needs = f"{_needs(capacity)} of {gib(free)} {where}"
+    data = _numbers(capacity) | {"free_bytes": free}
     if capacity.needed_bytes > free:
-        return error(name, parts, _what_to_lower(config, capacity, free), **data)
+        return error(name, needs, _what_to_lower(config, capacity, free), **data)
+    fits = (
+        f"{'each rank: ' if capacity.ranks_on_device > 1 else ''}{capacity.max_requests} requests at once of "
+        f"{capacity.mean_tokens:,} tokens each, alone up to {capacity.longest_tokens:,}"
+    )
     wanted = config.engine.max_running_requests
     if capacity.slots < wanted:
         fix = f"--max-mamba-cache-size {wanted + 1} or more, or --max-running-requests {capacity.slots}"
-        return warning(name, f"{parts}; {capacity.slots} slots for {wanted} requests; {fits}", fix, **data)
-    return ok(name, f"{fits} ({parts})", **data)
+        return warning(name, f"{capacity.slots} slots for {wanted} requests; {fits} ({needs})", fix, **data)
+    return ok(name, f"{fits} ({needs})", **data)
+
+
+def _needs(capacity: Capacity) -> str:
+    plan, ranks = capacity.plan, capacity.ranks_on_device
+    each = f"pages {gib(plan.pages)} + slots {gib(plan.slots)} + step {gib(plan.step)} + other {gib(plan.other)}"
+    rest = each if ranks == 1 else f"{ranks} ranks * ({each})"
+    return f"weights {gib(plan.weights)} + {rest} = {gib(capacity.needed_bytes)}"
+
+
+def _numbers(capacity: Capacity) -> dict[str, int]:
+    names = (
+        "needed_bytes",
+        "max_requests",
+        "mean_tokens",
+        "longest_tokens",
+        "slots",
+        "pages",
+        "slot_bytes",
+        "page_bytes",
+    )
+    parts = {f"{part}_bytes": getattr(capacity.plan, part) for part in ("weights", "pages", "slots", "step", "other")}
+    return {name: getattr(capacity, name) for name in names} | parts
 
 
 def _what_to_lower(config: NodeConfig, capacity: Capacity, free: int) -> str:

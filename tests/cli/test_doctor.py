@@ -82,7 +82,8 @@ def test_a_machine_without_cards_and_rdma_is_well(doctor: Doctor) -> None:
     expected = {
         "python", "tandem", "torch", "triton", "mooncake", "cpu", "memory", "shm", "temporary_folder", "open_files",
         "cuda", "rdma", "memlock", "model", "model.weights", "model.tokenizer", "model.chat_template", "memory_plan",
-        "port.http", "port.bootstrap", "address.transfer", "address.bootstrap", "cluster_key", "transport.self",
+        "port.http", "port.bootstrap", "api_keys", "tls", "address.transfer", "address.bootstrap", "cluster_key",
+        "transport.self",
     }  # fmt: skip
     assert set(checks) == expected
     assert {checks[name]["status"] for name in ("cuda", "rdma", "memlock", "triton")} == {"not_applicable"}
@@ -99,7 +100,8 @@ def test_the_memory_plan_is_the_engines(doctor: Doctor) -> None:
     assert (plan["pages"], plan["page_bytes"], plan["slots"], plan["slot_bytes"]) == (255, 32768, 8, 655360 + 46080)
     assert (plan["max_requests"], plan["mean_tokens"], plan["longest_tokens"]) == (4, 63 * 16, 255 * 16)
     _, twice = doctor("--role", "decode", "--dp-size", "2", *options)
-    assert twice["memory_plan"]["data"]["needed_bytes"] > plan["needed_bytes"]
+    more = twice["memory_plan"]["data"]["needed_bytes"] - plan["needed_bytes"]
+    assert more == plan["needed_bytes"] - plan["weights_bytes"]  # which ranks on the CPU share
     _, few = doctor("--max-mamba-cache-size", "9", "--max-running-requests", "10")
     assert few["memory_plan"]["status"] == "warning"
     assert "8 slots for 10 requests" in few["memory_plan"]["found"]
@@ -266,6 +268,16 @@ def test_a_cluster_key_that_cannot_be_used(doctor: Doctor, tmp_path: Path) -> No
     assert doctor("--cluster-key-file", str(tmp_path / "key"))[1]["cluster_key"]["status"] == "warning"
 
 
+def test_keys_and_certificates(doctor: Doctor, tmp_path: Path) -> None:
+    status, checks = doctor("--host", "0.0.0.0")
+    assert (checks["api_keys"]["status"], checks["tls"]["status"]) == ("warning", "not_applicable")
+    (tmp_path / "none").touch()
+    status, checks = doctor("--api-key-file", str(tmp_path / "none"), "--ssl-certfile", str(tmp_path / "none"))
+    assert (status, errors(checks)) == (1, {"api_keys", "tls"})
+    router = ["--role", "router", "--port", "0", "--admin-api-key", "a-long-secret-key-of-the-router"]
+    assert doctor(*router, ports=False)[1]["api_keys"]["found"] == "clients need a key"
+
+
 def bounded(limit: int, bound: int, *arguments: str) -> dict[str, Any]:
     """In a process with this limit, and without the privilege that lifts that of locked memory."""
 
@@ -387,6 +399,7 @@ def test_a_write_that_changes_bytes_is_noticed(doctor: Doctor) -> None:
         ("--role nurse", "'nurse' is not one of"),
         ("--page-size 0", "--page-size 0: at least 1"),
         ("--transfer-host 0.0.0.0", "--transfer-host 0.0.0.0"),
+        ("--engine sglang", "--engine sglang: the doctor knows"),
         ("--peer nowhere", "nowhere is not HOST:PORT"),
         ("--role router --page-size 16", "No such option"),
         ("--role router --port 70000", "--port 70000: 0 to 65535"),
