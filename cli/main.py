@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
+from cli.compare import compare
 from cli.doctor.command import doctor
 from cli.gate.commands import gate
 from cli.lifeline import die_with_parent, parent_pid_option
@@ -77,6 +78,7 @@ _node_command(Role.DECODE, "A decode node: takes the state of prompts and makes 
 _node_command(Role.UNIFIED, "A node that does both: the reference for everything else.")
 tandem.add_command(router)
 tandem.add_command(gate)
+tandem.add_command(compare)
 tandem.add_command(doctor)
 
 
