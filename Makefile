@@ -109,7 +109,9 @@ system:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "make: $(PYTHON) is $$($(PYTHON) -V), needed is 3.11 or newer: make PYTHON=python3.11 ..."; exit 1; }; \
 	$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || missing="$$missing python3-venv"; \
-	[ "$$(uname)" != Linux ] || ldconfig -p | grep 'libibverbs\.so\.1 ' > /dev/null || missing="$$missing libibverbs1"; \
+	for each in libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4; do \
+		[ "$$(uname)" != Linux ] || ldconfig -p | grep -F "$${each%=*} " > /dev/null || missing="$$missing $${each#*=}"; \
+	done; \
 	[ -z "$$missing" ] && exit 0; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 		apt-get update -q && apt-get install -y -q $$missing; \

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.errors import CapacityError, ConfigError, TransferError
-from router.client import REFUSED
+from router.client import REFUSED, REFUSED_KEY
 from router.leg_outcome import LegEnd, LegOutcome
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ _MIN_FOR_RATE = 20
 _LONGEST = 8
 """Times `open_s`."""
 
-_LEAVES = frozenset({"draining", "shutting_down", "worker_removed", REFUSED})
-"""Codes of a worker that goes. Where nobody listens, health checks know before anybody is sent there."""
+_LEAVES = frozenset({"draining", "shutting_down", "worker_removed", REFUSED, REFUSED_KEY})
+"""Codes of a worker that goes. Where nobody listens, or a key is refused, health checks know before anybody is sent
+there."""
 _FULL = CapacityError.type
 _RANK_GONE = frozenset({"rank_died", "rank_silent"})
 _PARTNER_GONE = frozenset({"peer_lost", "peer_silent", "peer_unreachable"})

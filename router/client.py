@@ -9,6 +9,8 @@ REFUSED = "worker_unavailable"
 """Code of the error when nobody listens."""
 UNREACHABLE = "worker_unreachable"
 """Code of the error when no connection could be opened for another reason. In both cases the request was not seen."""
+REFUSED_KEY = "worker_refused_key"
+"""Code of the error when the worker does not take the router's key. It has not looked at the request."""
 LOST = "worker_lost"
 """Code of the error when the connection broke. The request may have been seen."""
 
@@ -49,7 +51,8 @@ class Network(Protocol):
         not to be named; they must be checked. Cancelling closes the connection.
 
         Raises WorkerError: code `worker_unavailable` or `worker_unreachable` (503) when no connection could be opened,
-        `worker_lost` (502) when it broke, `worker_timeout` (504) when the worker stayed silent.
+        `worker_lost` (502) when it broke, `worker_timeout` (504) when the worker stayed silent, and
+        `worker_refused_key` (502) for a 401 or 403: what a worker says of the router's key is nothing for a client.
         """
 
     async def close(self) -> None:

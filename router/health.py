@@ -1,9 +1,9 @@
 """Which workers live: one loop a worker, which owns `alive`, `fingerprint` and `reason`.
 
 A request that cannot connect may only report a worker dead. A dead one, one that drains for example, gets no new
-requests. Those that run there go on. A worker that does not answer a check is asked again at once. The second time it
-is silent: dead, and what it was asked is given up. One where nobody listens is dead, not silent: its connections have
-broken by themselves.
+requests. Those that run there go on. One that refuses the router's key is dead until it takes it. A worker that does
+not answer a check is asked again at once. The second time it is silent: dead, and what it was asked is given up. One
+where nobody listens is dead, not silent: its connections have broken by themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from common.config import Role, RouterConfig
 from common.errors import WorkerError
 from router.breaker import BreakerState, Verdict
-from router.client import REFUSED, UNREACHABLE, Network
+from router.client import REFUSED, REFUSED_KEY, UNREACHABLE, Network
 from router.loads import ask_all, read_loads, report_all
 from router.worker import ASKED, Source, Worker
 
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("tandem.router")
 
 _SILENT_AFTER = 2
-_NO_CONNECTION = (REFUSED, UNREACHABLE)
+_DEAD_AT_ONCE = (REFUSED, UNREACHABLE, REFUSED_KEY)
+_ANSWERS = (REFUSED, REFUSED_KEY)
+"""That nobody listens, or that a key is refused, is an answer too."""
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 PROBE_LIMIT_S = 20.0
 """For one token, as at the nodes."""
@@ -66,9 +68,10 @@ class HealthChecks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def report(self, worker: Worker, error: WorkerError) -> None:
-        """A request could not reach this worker, or lost it: dead at once if nobody listens, and asked again now."""
-        if error.code in _NO_CONNECTION:
-            self._mark_dead(worker, error.message)
+        """A request could not reach this worker, or lost it: dead at once if nobody listens, or if it does not take the
+        router's key, and asked again now."""
+        if error.code in _DEAD_AT_ONCE:
+            self._mark_dead(worker, error.message, warns=True)
         worker.check_now.set()
 
     async def _watch(self, worker: Worker) -> None:
@@ -108,15 +111,16 @@ class HealthChecks:
             self._on_no_answer(worker, error)
 
     def _on_no_answer(self, worker: Worker, error: WorkerError) -> None:
-        worker.unanswered = 0 if error.code == REFUSED else worker.unanswered + 1
-        if error.code in _NO_CONNECTION or worker.unanswered >= _SILENT_AFTER:
-            self._mark_dead(worker, error.message)
+        worker.unanswered = 0 if error.code in _ANSWERS else worker.unanswered + 1
+        if error.code in _DEAD_AT_ONCE or worker.unanswered >= _SILENT_AFTER:
+            self._mark_dead(worker, error.message, warns=error.code == REFUSED_KEY)
         if worker.unanswered == _SILENT_AFTER:
             self._workers.on_silence(worker, WorkerError("it does not answer", code="worker_silent"))
 
     async def _welcome(self, worker: Worker, instance: str | None) -> None:
         """Ask a worker that has just come up, or come back as another process, what it is before it gets requests."""
-        worker.alive, worker.reason = False, ASKED
+        if worker.alive:
+            worker.alive, worker.reason = False, ASKED
         info = await self.ask(worker.url)
         if info.says is not None and info.node_role is not worker.role:
             self._on_other_role(worker, info)
@@ -158,9 +162,10 @@ class HealthChecks:
         body = await answer.read()
         return _server_info(body) if answer.status == 200 else ServerInfo()
 
-    def _mark_dead(self, worker: Worker, reason: str) -> None:
+    def _mark_dead(self, worker: Worker, reason: str, *, warns: bool = False) -> None:
+        """warns: aloud, although it may not have lived."""
         if worker.alive or worker.reason != reason:
-            level = logging.WARNING if worker.alive else logging.INFO
+            level = logging.WARNING if worker.alive or warns else logging.INFO
             log.log(level, "%s worker %s is not alive: %s", worker.role.value, worker.url, reason)
         worker.alive, worker.reason = False, reason
 

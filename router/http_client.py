@@ -22,10 +22,14 @@ import httptools
 
 from common.config import RouterConfig
 from common.errors import WorkerError
-from router.client import LOST, REFUSED, UNREACHABLE
+from router.client import LOST, REFUSED, REFUSED_KEY, UNREACHABLE
 
 _BUFFER_BYTES = 64 * 1024
 """Of one body that the consumer has not taken; beyond it nothing more is read from the worker."""
+_KEY_REFUSALS = {
+    401: "--worker-api-key-file is missing or its key is unknown there",
+    403: "the key of --worker-api-key-file may not ask this there",
+}
 # Below the 5 s after which uvicorn closes an idle connection, so that no request is sent into a closing one.
 _KEEP_ALIVE_S = 4.0
 
@@ -88,6 +92,10 @@ class HttpNetwork:
                 lines = self._authorization + _lines(headers) if headers else self._authorization
                 connection.request(answer, _request(target.head, body or b"", lines))
                 await answer.head()
+        if answer.status in _KEY_REFUSALS:
+            answer.close()
+            what = f"{urlsplit(url).path} answered {answer.status}: {_KEY_REFUSALS[answer.status]}"
+            raise WorkerError(what, code=REFUSED_KEY, status=502)
         return answer
 
     def _pooled(self, origin: _Origin) -> _Connection | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.errors import ServingError, WorkerError
-from router.client import LOST, REFUSED, UNREACHABLE, Answer, Network
+from router.client import LOST, REFUSED, REFUSED_KEY, UNREACHABLE, Answer, Network
 from router.leg_outcome import LegEnd, LegOutcome, end_of
 from router.loads import Share
 from router.request import GENERATE
@@ -169,7 +169,7 @@ class Leg:
 
     def lost(self, error: WorkerError) -> LegFailed:
         """Report the worker; the error names its role, not its address, since clients see it."""
-        if error.code in (REFUSED, UNREACHABLE):  # it has never seen the request
+        if error.code in (REFUSED, UNREACHABLE, REFUSED_KEY):  # it has never seen the request
             self.open = False
         self.workers.report(self.worker, error)
         self.end(LegEnd.LOST, error.code)

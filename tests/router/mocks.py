@@ -37,6 +37,7 @@ class MockWorker:
         self.info: dict[str, Any] = {}  # more that /server_info says
         self.num_ranks = 1
         self.healthy = True
+        self.key: str | None = None  # without it nothing but /health
         self.health_error: dict[str, Any] = {}
         self.stopped = False  # as by SIGSTOP: connections open, nothing is answered
         self.checks = 0
@@ -65,7 +66,7 @@ class MockWorker:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        app = web.Application(client_max_size=1 << 28)
+        app = web.Application(client_max_size=1 << 28, middlewares=[self._guard])
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/v1/{endpoint:.*}", self._generate)
         app.router.add_post("/tokenize", self._generate)
@@ -81,6 +82,15 @@ class MockWorker:
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
         self.port = self._runner.addresses[0][1]
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        is_known = self.key is None or request.headers.get("authorization") == f"Bearer {self.key}"
+        if is_known or request.path == "/health":
+            found: web.StreamResponse = await handler(request)
+            return found
+        error = {"type": "access_error", "code": "no_api_key", "message": "an API key is needed"}
+        return web.json_response({"error": error}, status=401, headers={"www-authenticate": "Bearer"})
 
     async def stop(self) -> None:
         if self._runner is not None:
