@@ -7,6 +7,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,8 +20,8 @@ from common.config import NodeConfig, Protocol, Role, rank_devices
 from common.errors import ErrorRecord, ServingError
 from transfer.handshake import read_key
 
-SELF_S, PEER_S = 18.0, 25.0
-"""Limits of the whole test, with the start of its processes."""
+LIMIT_S = 15.0
+"""Of a whole test, with the start of its processes."""
 _SHOWN_STDERR_CHARACTERS = 200
 
 
@@ -28,12 +29,12 @@ def check_self(config: NodeConfig) -> Check:
     """64 MiB from one process to another of this machine."""
     if config.role is Role.UNIFIED:
         return not_applicable("transport.self", "a unified node hands nothing over")
-    key = secrets.token_hex(32)
-    with _probe(config, None, key, SELF_S) as listening:
+    key, deadline_s = secrets.token_hex(32), time.monotonic() + LIMIT_S
+    with _probe(config, None, key, deadline_s) as listening:
         first = next(listening, None)
         if first is None or first.error is not None:
             return _failed("transport.self", config, _error_of(first))
-        with _probe(config, ("127.0.0.1", first.data["port"]), key, SELF_S) as asking:
+        with _probe(config, ("127.0.0.1", first.data["port"]), key, deadline_s) as asking:
             steps = {step.name: step for step in asking}
     failed = next((step for step in steps.values() if step.error is not None), None)
     if failed is not None or "write" not in steps:
@@ -55,7 +56,7 @@ def check_peer(config: NodeConfig, peer: tuple[str, int]) -> Iterator[Check]:
         yield not_applicable("peer.connect", f"not without the cluster key: {reason.message}")
         return
     where = f"{peer[0]}:{peer[1]}"
-    with _probe(config, peer, None if key is None else key.hex(), PEER_S) as steps:
+    with _probe(config, peer, None if key is None else key.hex(), time.monotonic() + LIMIT_S) as steps:
         done = set()
         for step in steps:
             done.add(step.name)
@@ -98,9 +99,9 @@ _PEER_FIXES = {
 
 @contextmanager
 def _probe(
-    config: NodeConfig, peer: tuple[str, int] | None, key: str | None, limit_s: float
+    config: NodeConfig, peer: tuple[str, int] | None, key: str | None, deadline_s: float
 ) -> Iterator[Iterator[Step]]:
-    """The steps of a process, as they come; it is killed after limit_s, and on leaving."""
+    """The steps of a process, as they come; it is killed at deadline_s, of the monotonic clock, and on leaving."""
     device = rank_devices(config)[0]
     job = Job(config=config.transfer, device=device, peer=peer, key=key, parent_pid=os.getpid())
     process = subprocess.Popen(
@@ -115,13 +116,13 @@ def _probe(
         late.set()
         process.kill()
 
-    timer = threading.Timer(limit_s, give_up)
+    timer = threading.Timer(max(0.0, deadline_s - time.monotonic()), give_up)
     timer.start()
     try:
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(job))
         process.stdin.close()
-        yield _steps(process, late, limit_s)
+        yield _steps(process, late)
     finally:
         timer.cancel()
         process.kill()
@@ -131,7 +132,7 @@ def _probe(
             pipe.close()
 
 
-def _steps(process: subprocess.Popen[bytes], late: threading.Event, limit_s: float) -> Iterator[Step]:
+def _steps(process: subprocess.Popen[bytes], late: threading.Event) -> Iterator[Step]:
     """One that failed is the last; a process that ends without a word is one more, which says how."""
     assert process.stdout is not None and process.stderr is not None
     last = ""
@@ -144,7 +145,7 @@ def _steps(process: subprocess.Popen[bytes], late: threading.Event, limit_s: flo
     if last == "read":
         return
     if late.is_set():
-        message = f"no end after {limit_s:g} s"
+        message = f"no end after {LIMIT_S:g} s"
     else:
         said = process.stderr.read().decode(errors="replace").strip()[-_SHOWN_STDERR_CHARACTERS:]
         message = f"the test's process ended with status {process.wait()}: {said.rpartition(chr(10))[2] or 'no word'}"
