@@ -101,8 +101,8 @@ $(INSTALLED): pyproject.toml constraints-cpu.txt | system
 		$${index:+--extra-index-url "$$index"} -c constraints-cpu.txt -e '.[cpu,dev]'
 	@touch $@
 
-# What pip cannot install: Python's venv, and libibverbs, without which Mooncake does not load. Root on Debian gets
-# them; anybody else is told what to run.
+# What pip cannot install: Python's venv, and libraries without which Mooncake does not load. Root on Debian gets them;
+# anybody else is told what to run.
 system:
 	@export PATH="$$PATH:/usr/sbin:/sbin"; missing=; \
 	command -v $(PYTHON) > /dev/null || { echo "make: $(PYTHON) is missing: install Python 3.11 or newer"; exit 1; }; \
