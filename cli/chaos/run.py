@@ -4,7 +4,8 @@
                                           └ memory before    memory calm ┘           └ memory after
 
 A sweep asks every task once and must be answered rightly throughout. Memory is compared by place in the stack (router,
-front and rank of each node), in whatever life its process is: before the faults, each has done three sweeps.
+front and rank of each node), in whatever life its process is: before the faults, the stack has done three sweeps for
+each rank of a node.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from cli.chaos.tasks import make_tasks
 from common.config import ModelConfig, NodeConfig, Role, TransferConfig, check_node_config
 from common.errors import ConfigError
 
+_SWEEPS_PER_RANK = 3  # before memory is compared
 _WRITING_S = 1.0  # until hand-offs have begun that a slow link makes long
 _NOTICE_S = 1.0  # until the router knows that a node is healthy again
 
@@ -103,7 +105,8 @@ class _Run:
             self._say(f"{len(tasks)} tasks with their right answers")
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
                 load = Load(session, fleet.router.url, tasks, self._options)
-                await asyncio.gather(load.sweep("warm-up-1"), load.sweep("warm-up-2"))
+                warm_ups = range(1, _SWEEPS_PER_RANK * self._options.dp_size)
+                await asyncio.gather(*(load.sweep(f"warm-up-{number}") for number in warm_ups))
                 await self._sweep(load, "before")
                 await self._storm(load)
                 await self._sweep(load, "after")
