@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +22,8 @@ import msgspec
 import psutil
 import pytest
 
-from tests.support.stack import REPO, Server, command, free_port, generate, node, running, wait_healthy
+from tests.e2e.test_foreign_routers import wait_ready
+from tests.support.stack import REPO, Server, command, free_port, generate, node, running, stop, wait_healthy
 
 MEASURED_RANKS = (1, 2, 3)
 GAP = 1e-4  # of the reference's two likeliest tokens, below which another one may be taken
@@ -213,6 +216,31 @@ def test_a_prefill_rank_that_died_serves_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed")
+def test_a_foreign_router_knows_nothing_of_ranks_and_uses_all(tmp_path: Path) -> None:
+    """It mints rooms at random: prefill goes by them, decode chooses."""
+    with pair(tmp_path, prefill_dp=2, decode_dp=2) as (_, prefill, decode):
+        port = free_port()
+        arguments = ["--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port), "--decode", decode.url]
+        arguments += ["--prefill", prefill.url, str(info(prefill)["bootstrap_port"])]
+        arguments += ["--prometheus-port", str(free_port())]
+        launch = [sys.executable, "-m", "sglang_router.launch_router", *arguments]
+        foreign = subprocess.Popen(launch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_ready(f"http://127.0.0.1:{port}", foreign)
+            bodies = [body(place) for place in range(24)]
+            answers = ask_all(f"http://127.0.0.1:{port}", bodies)
+            assert all(min(finished(server)) >= 4 for server in (prefill, decode)), (
+                finished(prefill),
+                finished(decode),
+            )
+            for got, request in zip(answers[:4], bodies, strict=False):
+                assert_same(got, generate(decode.url, request).json())
+        finally:
+            stop(foreign)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_gate_passes_cold_and_warm(tmp_path: Path) -> None:
     """extra_buffer, the default, on both sides; the tokens of a node without ranks besides."""
@@ -227,3 +255,12 @@ def test_the_gate_passes_cold_and_warm(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["verdict"] == "pass" and report["runs"][2]["cached_share"] > 0.5, report
     assert min(counts) > 0.8 * max(counts), counts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_faults_at_ranks_under_load() -> None:
+    faults = ("--fault", "kill-rank", "--fault", "stop-rank", "--fault", "restart")
+    arguments = command("chaos", "--seconds", "40", "--seed", "5", "--dp-size", "2", *faults)
+    done = subprocess.run(arguments, cwd=REPO, capture_output=True, text=True, timeout=390, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
