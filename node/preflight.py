@@ -15,7 +15,7 @@ from common.config import DType, LoadFormat, NodeConfig, rank_devices
 from engine.cuda.memory import MemoryPlan, plan_memory
 from engine.model_config import HybridConfig
 from engine.pools import StatePools
-from engine.runner import torch_dtype
+from engine.runner import torch_device, torch_dtype
 from engine.weights import stored_dtypes, weights_revision
 from node.chat_template import load_chat_template
 from node.engine_host import resolve_context_length, resolve_limits, resolve_states
@@ -139,6 +139,12 @@ def fingerprint(config: NodeConfig) -> str:
         allocate=None,
     )
     return pools.layout().fingerprint()
+
+
+def check_devices(config: NodeConfig) -> None:
+    """Raises ConfigError for a device that torch cannot use here."""
+    for name in rank_devices(config):
+        torch_device(name)
 
 
 class Card(NamedTuple):

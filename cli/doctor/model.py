@@ -116,6 +116,8 @@ def check_memory_plan(config: NodeConfig, plan: Capacity | ServingError, cuda: C
     if isinstance(plan, ServingError):
         if "config.json" in plan.message:
             return [not_applicable("memory_plan", "not without the model's config.json")]
+        if plan.param == "context_length":
+            return [not_applicable("memory_plan", "not with this --context-length")]
         return [refused("memory_plan", plan, "change the setting that is named")]
     if not config.model.device.startswith("cuda"):
         return [_check_plan("memory_plan", config, plan, available_memory(), "memory")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cli.doctor import access, addresses, machine, model, servers, transport, versions
-from cli.doctor.checks import Check, not_applicable, refused
+from cli.doctor.checks import Check, not_applicable, ok, refused
 from cli.doctor.rdma import check_rdma
 from common.config import NodeConfig, Role, RouterConfig
 from common.errors import ConfigError, ServingError
@@ -44,12 +44,25 @@ def _engine_checks(config: NodeConfig, on_card: bool) -> Iterator[Check]:
         yield not_applicable("model", f"not without torch ({reason})")
         return
     yield from machine.check_cuda(config, preflight.cuda)
+    if not on_card:
+        yield _check_device(config)
     yield from check_rdma(config)
     plan = model.find_capacity(config)
     pools = None if isinstance(plan, ServingError) else plan.plan.pages + plan.plan.slots
     yield machine.check_memlock(config, pools)
     yield from model.check_model(config)
     yield from model.check_memory_plan(config, plan, preflight.cuda() if on_card else None)
+
+
+def _check_device(config: NodeConfig) -> Check:
+    """Of what is no card."""
+    from node.preflight import check_devices
+
+    try:
+        check_devices(config)
+    except ConfigError as reason:
+        return refused("device", reason, "--device cpu, cuda or cuda:N")
+    return ok("device", config.model.device)
 
 
 def _router_checks(config: NodeConfig) -> Iterator[Check]:

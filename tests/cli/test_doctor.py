@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,10 +22,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cli.doctor import machine, rdma, versions
+from cli.doctor import machine, rdma, versions, wire
 from cli.doctor.checks import Status
+from cli.doctor.model import check_memory_plan, find_capacity
+from cli.doctor.servers import check_skew
 from cli.main import main
 from cli.settings import BUNDLED_MODEL
+from common.config import DType, EngineConfig, ModelConfig, NodeConfig, Protocol, Role, TransferConfig
+from node.preflight import Card, Cuda
 from tests.support.stack import command, free_port
 
 Doctor = Callable[..., tuple[int, dict[str, Any]]]
@@ -81,7 +86,8 @@ def test_a_machine_without_cards_and_rdma_is_well(doctor: Doctor) -> None:
     assert (status, errors(checks)) == (0, set())
     expected = {
         "python", "tandem", "torch", "triton", "mooncake", "cpu", "memory", "shm", "temporary_folder", "open_files",
-        "cuda", "rdma", "memlock", "model", "model.weights", "model.tokenizer", "model.chat_template", "memory_plan",
+        "cuda", "device", "rdma", "memlock", "memory_plan",
+        "model", "model.weights", "model.tokenizer", "model.chat_template",
         "port.http", "port.bootstrap", "api_keys", "tls", "address.transfer", "address.bootstrap", "cluster_key",
         "transport.self",
     }  # fmt: skip
@@ -325,6 +331,67 @@ def test_old_versions() -> None:
     assert versions.numbers("2.13.0+cpu") == (2, 13)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--context-length 99999", "model"),
+        ("--chunked-prefill-size 3", "memory_plan"),
+        ("--device banana", "device"),
+    ],
+)
+def test_settings_that_only_the_engine_can_refuse(doctor: Doctor, options: str, named: str) -> None:
+    status, checks = doctor(*options.split())
+    assert (status, errors(checks)) == (1, {named})
+
+
+# Cards: this machine has none; driver and torch are made up
+
+
+CARD = Card(name="H200", number=0, free_bytes=140 << 30, total_bytes=141 << 30, capability="9.0")
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "found"),
+    [
+        (None, Cuda("13.0", (CARD,), ""), {"cuda": "error"}),
+        ("13.0", Cuda(None, (), "built without"), {"cuda": "error"}),
+        ("13.0", Cuda("13.0", (), "none visible"), {"cuda": "error"}),
+        ("12.8", Cuda("13.0", (CARD,), ""), {"cuda": "error", "cuda.0": "ok", "cuda.1": "error"}),
+        ("13.1", Cuda("13.0", (CARD, CARD._replace(number=1)), ""), {"cuda": "ok", "cuda.0": "ok", "cuda.1": "ok"}),
+        (
+            "13.0",
+            Cuda("13.0", (CARD, CARD._replace(number=1, free_bytes=1 << 30)), ""),
+            {"cuda": "ok", "cuda.0": "ok", "cuda.1": "warning"},
+        ),
+    ],
+)
+def test_cards(monkeypatch: pytest.MonkeyPatch, driver: str | None, cuda: Cuda, found: dict[str, str]) -> None:
+    monkeypatch.setattr(machine, "driver_version", lambda: driver)
+    config = NodeConfig(
+        role=Role.UNIFIED,
+        model=ModelConfig(path=str(BUNDLED_MODEL), device="cuda", dtype=DType.BFLOAT16),
+        engine=EngineConfig(dp_size=2),
+    )
+    checks = machine.check_cuda(config, lambda: cuda)
+    assert {check.name: check.status for check in checks} == found
+    plans = check_memory_plan(config, find_capacity(config), cuda)
+    expected = {f"memory_plan.{card.number}": "ok" if card.free_bytes > 2 << 30 else "error" for card in cuda.cards}
+    assert {check.name: check.status for check in plans} == (expected or {"memory_plan": "not_applicable"})
+
+
+def test_clocks_that_differ() -> None:
+    class Ahead:
+        def ask(self, what: str) -> dict[str, float]:
+            assert what == "clock"
+            return {"time_s": time.time() + 3}
+
+    skew_s, error_s = wire.clock(Ahead())  # type: ignore[arg-type]
+    assert abs(skew_s - 3) < 0.1 + error_s
+    check = check_skew("peer.clock", skew_s, error_s)
+    assert check.status is Status.WARNING and "ahead of ours" in check.found and "NTP" in (check.fix or "")
+    assert check_skew("peer.clock", -3.0, 4.0).status is Status.OK  # not to be told from none
+
+
 # RDMA: this machine has none; the kernel's files are made up
 
 
@@ -344,8 +411,6 @@ ZERO = {"0000:0000:0000:0000:0000:0000:0000:0000": ""}
 
 
 def rdma_node(device: str) -> Any:
-    from common.config import ModelConfig, NodeConfig, Protocol, Role, TransferConfig
-
     transfer = TransferConfig(protocol=Protocol.RDMA, device=device)
     return NodeConfig(role=Role.DECODE, model=ModelConfig(path="x"), transfer=transfer)
 
@@ -453,8 +518,6 @@ def test_a_router_that_cannot_be_reached(doctor: Doctor) -> None:
 
 
 def test_fingerprints_and_clock_of_a_router(doctor: Doctor, tmp_path: Path) -> None:
-    import time
-
     ours = {"fingerprint": "", "alive": True}
     body = {"now": time.time() + 100, "workers": [ours]}
     with answering({"/status.json": body}, key="sesame-sesame-sesame") as url:
