@@ -48,7 +48,7 @@ test-rdma: $(INSTALLED)
 	@$(BIN)/pytest tests/rdma
 
 test-compose:
-	@$(PYTHON) deploy/test_compose.py
+	@$(PYTHON) deploy/test_compose.py $(if $(DEBOOTSTRAP),--debootstrap)
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .

@@ -1,7 +1,7 @@
 """Builds the images, starts compose.yaml, asks it, kills its prefill node, asks again, takes it down.
 
-    make test-compose
-    python3 deploy/test_compose.py --debootstrap
+    make test-compose [DEBOOTSTRAP=1]
+    python3 deploy/test_compose.py [--debootstrap]
 
 Needs a container engine that this user may use, and `docker compose` or `docker-compose`; without one it says so and
 ends with 0. BASE_IMAGE: what the images are built on (python:3.11-slim-bookworm). Where no image can be pulled,
@@ -153,6 +153,9 @@ def check(stack: Stack) -> None:
     wait("router healthy", lambda: is_healthy(stack, "router"))
     first = answer(stack)
     say(f"answers: {first.strip().splitlines()[-1]}")
+    with urllib.request.urlopen(f"{stack.url}/", timeout=10) as page:
+        if b"<html" not in page.read():
+            raise FailedError("the image has no status page")
     if ask(stack)[0] != 401:
         raise FailedError("a request without a key was not refused")
     identities(stack)

@@ -76,6 +76,15 @@ def test_the_build_context_has_every_package() -> None:
     assert {f"!{each.partition('.')[0]}" for each in packages} <= set(ignored)
 
 
+def test_every_package_is_in_the_wheel() -> None:
+    import tomllib
+
+    packages = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    roots = {each.partition(".")[0] for each in packages}
+    folders = {module.parent for root in roots for module in (REPO / root).rglob("*.py")}
+    assert {".".join(folder.relative_to(REPO).parts) for folder in folders} == set(packages)
+
+
 @pytest.mark.parametrize(("status", "expected"), [("200 OK", 0), ("503 Service Unavailable", 1)])
 def test_the_probe_says_whether_it_is_healthy(status: str, expected: int) -> None:
     import socket
@@ -100,3 +109,9 @@ def test_the_probe_of_nobody_fails() -> None:
 def probe(port: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-I", "-S", str(DEPLOY / "healthy.py")]
     return subprocess.Popen(command, env={"TANDEM_PORT": str(port)}, stdout=subprocess.PIPE, text=True)
+
+
+def test_without_a_container_engine_the_test_of_compose_is_skipped_in_words(tmp_path: Path) -> None:
+    command = [sys.executable, str(DEPLOY / "test_compose.py")]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and "SKIPPED: no container engine" in done.stdout
