@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from common.errors import RequestError
+from common.refusals import refuse, show
 
 T = TypeVar("T")
-
-MAX_SHOWN_CHARACTERS = 80
 
 
 class NumberRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,19 +33,6 @@ class NumberRule(msgspec.Struct, frozen=True, kw_only=True):
         if self.also is not None and value == self.also:
             return True
         return (self.low < value if self.above_low else self.low <= value) and value <= self.high  # NaN fails both
-
-
-def refuse(name: str, value: object, wanted: str) -> NoReturn:
-    raise RequestError(f"{name}: {show(value)} is not allowed; it must be {wanted}", param=name)
-
-
-def show(value: object) -> str:
-    """A value as the client wrote it, shortened."""
-    try:
-        text = msgspec.json.encode(value).decode() if not isinstance(value, float) else str(value)
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        text = str(value)
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else text[: MAX_SHOWN_CHARACTERS - 1] + "…"
 
 
 def read_number(name: str, value: Any, rule: NumberRule) -> Any:
@@ -97,16 +82,6 @@ def read_each(
     repeat = total // len(value)
     items = [default if item is None else read(f"{name}[{i}]", item) for i, item in enumerate(value)]
     return [item for item in items for _ in range(repeat)]
-
-
-def check_known(where: str, given: Iterable[str], known: frozenset[str]) -> None:
-    """Refuse a name that nothing here knows, and say which known one it resembles."""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            path = f"{where}.{name}" if where else name
-            raise RequestError(f"{path}: unknown parameter{hint}", code="unknown_parameter", param=path)
 
 
 def check_distinct(name: str, values: list[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.errors import RequestError
-from node.fields import check_known
+from common.refusals import check_known
 
 _HONOURED = frozenset(
     [

@@ -16,17 +16,9 @@ import msgspec
 from common.config import Role
 from common.errors import RequestError
 from common.handoff import RoomAddress
+from common.refusals import refuse
 from common.sampling import LogprobOptions, SamplingParams
-from node.fields import (
-    NumberRule,
-    check_distinct,
-    read_bool,
-    read_each,
-    read_number,
-    read_string,
-    read_token_ids,
-    refuse,
-)
+from node.fields import NumberRule, check_distinct, read_bool, read_each, read_number, read_string, read_token_ids
 from node.limits import ServingLimits
 from node.messages import Submit
 from node.request_names import check_names

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from common.errors import RequestError
-from node.fields import check_known, read_token_ids, refuse
+from common.refusals import check_known, refuse
+from node.fields import read_token_ids
 
 _NAMES = frozenset({"output_ids", "output_token_logprobs", "output_top_logprobs"})
 

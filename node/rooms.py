@@ -7,7 +7,8 @@ from typing import Any
 from common.config import Role
 from common.errors import RequestError
 from common.handoff import RoomAddress
-from node.fields import NumberRule, check_distinct, read_each, read_number, read_string, refuse
+from common.refusals import refuse
+from node.fields import NumberRule, check_distinct, read_each, read_number, read_string
 from node.limits import ServingLimits
 
 MAX_ROOM = 2**63 - 1

@@ -8,16 +8,9 @@ from typing import Any
 import msgspec
 
 from common.errors import RequestError
+from common.refusals import check_known, refuse
 from common.sampling import SamplingParams
-from node.fields import (
-    NumberRule,
-    check_known,
-    read_bool,
-    read_number,
-    read_string,
-    read_token_ids,
-    refuse,
-)
+from node.fields import NumberRule, read_bool, read_number, read_string, read_token_ids
 
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1

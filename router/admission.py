@@ -23,11 +23,12 @@ _MINUTE_S = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
     """On which a request is served. caller: the name of its key, None without keys. is_admin: it may administer the
-    router here; told where that matters. deadline_s: on the loop's clock."""
+    router here; told where that matters. deadline_s: on the loop's clock; limit: what it comes from, for its error."""
 
     caller: str | None = None
     is_admin: bool = False
     deadline_s: float | None = None
+    limit: str = ""
 
 
 class Turn:
@@ -161,13 +162,14 @@ class Admission:
 
 
 @contextmanager
-def deadline(at_s: float | None, stop: Callable[[ServingError], None]) -> Iterator[None]:
-    """Call `stop` with the error of a request that is late when the loop's clock reaches at_s within the block."""
-    if at_s is None:
+def deadline(terms: Terms, stop: Callable[[ServingError], None]) -> Iterator[None]:
+    """Call `stop` with the error of a request that is late when its deadline passes within the block."""
+    if terms.deadline_s is None:
         yield
         return
-    error = AbortedError("not answered within the time that it was given", code="deadline_exceeded", status=504)
-    timer = asyncio.get_running_loop().call_at(at_s, stop, error)
+    message = f"not answered within the time that it was given ({terms.limit})"
+    error = AbortedError(message, code="deadline_exceeded", status=504)
+    timer = asyncio.get_running_loop().call_at(terms.deadline_s, stop, error)
     try:
         yield
     finally:

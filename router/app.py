@@ -29,7 +29,7 @@ from common.net import is_loopback
 from common.tracing import TraceContext, Tracing
 from router import control, observe, openai, worker_routes
 from router.affinity import take_routing_key
-from router.guard import Door, Guard, terms_of
+from router.guard import Door, Guard, refusal, terms_of
 from router.openai import CHAT, TEXT, parse_chat, parse_completion
 from router.request import GENERATE, GenerateRequest, parse_generate
 from router.settings import check_files, check_router_config, listener_tls
@@ -108,7 +108,7 @@ class _Answering:
         try:
             await self._app(scope, receive, send)
         except ServingError as error:
-            await _refusal(scope, error)(scope, receive, send)
+            await refusal(scope, error)(scope, receive, send)
         except Exception as error:
             log.exception("a fault of the router")
             await _our_fault(error)(scope, receive, send)
@@ -278,13 +278,7 @@ class HealthGenerate:
 
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return _refusal(request.scope, error)
-
-
-def _refusal(scope: Scope, error: ServingError) -> Response:
-    router: Router = scope["app"].state.router
-    router.dispatcher.recorder.refused(scope["path"], error)
-    return error_response(error)
+    return refusal(request.scope, error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -19,6 +19,7 @@ import enum
 import re
 from dataclasses import dataclass
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import AccessError, RequestError, ServingError
@@ -26,6 +27,7 @@ from common.http_server import error_response
 from common.keys import Caller, KeyRing, KeyRole
 from common.net import is_loopback
 from router.admission import Terms
+from router.reply import head_fields
 
 TIMEOUT_HEADER = b"x-request-timeout-s"
 
@@ -101,8 +103,7 @@ class Guard:
             try:
                 scope[_TERMS] = self._terms(scope)
             except ServingError as error:
-                scope["app"].state.router.dispatcher.recorder.refused(scope["path"], error)
-                await error_response(error)(scope, receive, send)
+                await refusal(scope, error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -123,7 +124,9 @@ class Guard:
         if caller is not None and caller.role is KeyRole.USER and path not in _UNCOUNTED:
             scope["app"].state.router.dispatcher.admission.check_rate(caller.name)
         name = caller.name if caller is not None else None
-        return Terms(caller=name, is_admin=is_admin, deadline_s=self._deadline_s(scope))
+        limit = self._limit(scope)
+        deadline_s = None if limit is None else asyncio.get_running_loop().time() + limit[0]
+        return Terms(caller=name, is_admin=is_admin, deadline_s=deadline_s, limit=limit[1] if limit else "")
 
     def _is_admin(self, scope: Scope, caller: Caller | None) -> bool:
         if caller is not None:
@@ -132,16 +135,26 @@ class Guard:
             return False
         return self._door.is_local or _is_from_here(scope)
 
-    def _deadline_s(self, scope: Scope) -> float | None:
-        """On the loop's clock. Raises RequestError for a header that is no time."""
+    def _limit(self, scope: Scope) -> tuple[float, str] | None:
+        """How many seconds it may take, and who says so. Raises RequestError for a header that is no time."""
         asked = next((value for name, value in scope["headers"] if name == TIMEOUT_HEADER), None)
-        timeout_s = self._timeout_s
-        if asked is not None:
-            if _TIMEOUT.fullmatch(asked) is None or float(asked) <= 0:
-                header = TIMEOUT_HEADER.decode()
-                raise RequestError(f"{header}: a positive number of seconds", param=header)
-            timeout_s = min(float(asked), timeout_s or float(asked))
-        return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        own = None if self._timeout_s is None else (self._timeout_s, f"--request-timeout {self._timeout_s:g} s")
+        if asked is None:
+            return own
+        header = TIMEOUT_HEADER.decode()
+        if _TIMEOUT.fullmatch(asked) is None or float(asked) <= 0:
+            raise RequestError(f"{header}: a positive number of seconds", param=header)
+        theirs = float(asked), f"header {header} {float(asked):g} s"
+        return theirs if own is None else min(theirs, own)
+
+
+def refusal(scope: Scope, error: ServingError) -> Response:
+    """The answer to a request that is refused, or that has failed before anything was sent. It is recorded."""
+    rid = scope["app"].state.router.dispatcher.recorder.refused(scope["path"], error)
+    response = error_response(error)
+    named = {name for name, _ in response.raw_headers}
+    response.raw_headers += [field for field in head_fields(response.status_code, rid) if field[0] not in named]
+    return response
 
 
 def _check(access: Access, caller: Caller | None, *, is_admin: bool) -> None:

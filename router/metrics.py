@@ -51,7 +51,7 @@ def _counters(totals: Totals) -> Iterator[Metric]:
     for name, text, value in (
         ("retries", "More tries of requests, from their start", totals.retries),
         ("resumes", "Streams that went on at other workers", totals.resumes),
-        ("prompt_tokens", "Tokens of the prompts of answered requests", totals.prompt_tokens),
+        ("prompt_tokens", "Tokens of prompts, where an answer has begun and tells them", totals.prompt_tokens),
         ("cached_tokens", "Those of them that were not computed", totals.cached_tokens),
         ("completion_tokens", "Tokens of answers", totals.completion_tokens),
     ):

@@ -16,11 +16,12 @@ from common.errors import RequestError
 from router.merge import merged_metrics, merged_requests, merged_status
 from router.metrics import CONTENT_TYPE, exposition
 from router.openapi import ADMIN_PATHS, USER_PATHS, document
-from router.record import MAX_RECENT, SHOWN
+from router.record import MAX_RECENT, MAX_REFUSED, SHOWN
 from router.siblings import Answers
 from router.state import Router
 
 _NUM_SHOWN = 25
+_KEPT = MAX_RECENT + MAX_REFUSED
 _PAGE = Path(__file__).parent / "page"
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -65,7 +66,7 @@ async def debug_requests(request: Request) -> Response:
     limit = _read_limit(request.query_params.get("limit"))
     router = _router(request)
     said = [msgspec.json.decode(other) for other in await router.siblings.ask(f"requests {limit}")]
-    body = {"requests": merged_requests([_requests(router, limit), *said], limit), "kept": MAX_RECENT}
+    body = {"requests": merged_requests([_requests(router, limit), *said], limit), "kept": _KEPT}
     return Response(_json(body), media_type="application/json")
 
 
@@ -122,7 +123,7 @@ def _file(name: str, content_type: str) -> Callable[[Request], Awaitable[Respons
 def _read_limit(text: str | None) -> int:
     """Raises RequestError."""
     if text is None:
-        return MAX_RECENT
+        return _KEPT
     if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) > 0):
         raise RequestError("limit: an integer from 1 to 99999", param="limit")
     return int(text)

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from heapq import merge
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from router.workers import Pair
 
 MAX_RECENT = 200
+MAX_REFUSED = 50
 SHOWN = ("all", "running", "failed")
 """Which records a list can be of."""
 ENDPOINTS = frozenset(["/generate", "/v1/completions", "/v1/chat/completions"])
@@ -122,7 +125,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
     """Times are of the monotonic clock, None while they have not come; began_at: of the wall clock, at `arrived_s`.
 
     admitted_s: when it stopped to wait at the router. opened_s: of the latest try's legs. status, code: what the client
-    was told; a stream that failed on the way has status 200 and the code of the failure. transfer_bytes: by part.
+    was told; a stream that failed on the way has status 200 and the code of the failure. num_sequences: 0 when it was
+    refused unread. transfer_bytes: by part.
     """
 
     rid: str
@@ -171,7 +175,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
             self._read(sent)
 
     def _read(self, sent: Sent) -> None:
-        """The end of what was sent; of several sequences the sums, and the longest times."""
+        """The end of what was sent, also when that is not all; of several sequences the sums, and the longest times."""
         if self.stream:
             found = sent.finals or (read_events(sent.last) or read_events(sent.before))[-1:]
         else:
@@ -182,6 +186,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
             self.cached_tokens += meta.cached_tokens
             for part, count in meta.transfer_bytes.items():
                 self.transfer_bytes[part] = self.transfer_bytes.get(part, 0) + count
+        if not self.completion_tokens:  # a stream that was cut, whose chunks do not count them
+            self.completion_tokens = sent.num_tokens
         timings = [meta.timing for meta in found if meta.timing is not None]
         if timings:
             self.timing = timings[0] if len(timings) == 1 else _longest(timings)
@@ -282,6 +288,9 @@ class Totals:
         self.resumes += record.resumes
         if record.queue_s is not None:
             self.wait_s.observe(record.queue_s)
+        self.prompt_tokens += record.prompt_tokens
+        self.completion_tokens += record.completion_tokens
+        self.cached_tokens += record.cached_tokens
         if record.code == _OK:
             self._add_answer(record)
 
@@ -292,9 +301,6 @@ class Totals:
             self.ttft_s.observe(record.first_byte_s - record.arrived_s)
             if record.num_sequences == 1 and record.completion_tokens > 1:
                 self.itl_s.observe((record.last_byte_s - record.first_byte_s) / (record.completion_tokens - 1))
-        self.prompt_tokens += record.prompt_tokens
-        self.completion_tokens += record.completion_tokens
-        self.cached_tokens += record.cached_tokens
         for part, count in record.transfer_bytes.items():
             self.transfer_bytes[part] += count
         if record.timing is not None:
@@ -309,7 +315,8 @@ def _ignore(_: RequestRecord) -> None:
 
 
 class Recorder:
-    """Owns the records of one router: those that run and the last `MAX_RECENT` that have ended.
+    """Owns the records of one router: those that run, the last `MAX_RECENT` that have ended, and beside these the last
+    `MAX_REFUSED` that went to no worker, so that a flood of them leaves the others to be seen.
 
     on_end: told of each that has ended. tracing: where its spans go, None: nowhere.
     """
@@ -320,9 +327,10 @@ class Recorder:
         self.started_s = time.monotonic()
         self.running: set[RequestRecord] = set()
         self.recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
+        self.unserved: deque[RequestRecord] = deque(maxlen=MAX_REFUSED)
         self._codes = {_OK, _OTHER}
         self.tracing: Tracing | None = None
-        self._recorded: WeakSet[ServingError] = WeakSet()
+        self._recorded: WeakKeyDictionary[ServingError, str] = WeakKeyDictionary()
 
     @contextlib.contextmanager
     def following(self, request: GenerateRequest, endpoint: str | None = None) -> Iterator[RequestRecord]:
@@ -341,7 +349,7 @@ class Recorder:
             yield record
         except ServingError as error:
             record.on_error(error.code, error.http_status)
-            self._recorded.add(error)
+            self._recorded[error] = record.rid
             raise
         except BaseException:
             record.on_error("internal", 500)
@@ -349,13 +357,15 @@ class Recorder:
         finally:
             self._end(record)
 
-    def refused(self, endpoint: str, error: ServingError) -> None:
-        """A request was answered with this error before it had a record: its body, key or size was refused. Does
-        nothing when it had one, or when it asked for no answer of a model."""
-        if endpoint in ENDPOINTS and error not in self._recorded:
-            code = self._known(error.code)
-            self.totals.requests[endpoint, code] += 1
-            self.totals.rejected[code] += 1
+    def refused(self, endpoint: str, error: ServingError) -> str | None:
+        """The id of a request that is answered with this error. It gets a record here when it has none: its body, key
+        or size was refused. None when it asked for no answer of a model."""
+        if error not in self._recorded and endpoint in ENDPOINTS:
+            record = RequestRecord(rid=uuid.uuid4().hex, endpoint=endpoint, stream=False, num_sequences=0)
+            record.on_error(error.code, error.http_status)
+            self._recorded[error] = record.rid
+            self._end(record)
+        return self._recorded.get(error)
 
     @property
     def num_waiting(self) -> int:
@@ -363,24 +373,28 @@ class Recorder:
         return sum(record.opened_s is None for record in self.running)
 
     def listing(self, now: float, limit: int, shown: str = "all") -> list[dict[str, Any]]:
-        """At most `limit` records, the newest first; those that run are before those that have ended. shown: one of
-        `SHOWN`."""
+        """At most `limit` records, the newest first; those that run are before those that have ended, and at most half
+        went to no worker. shown: one of `SHOWN`."""
         running = sorted(self.running, key=lambda record: record.arrived_s, reverse=True)
         match shown:
             case "all":
-                found = chain(running, reversed(self.recent))
+                found = chain(running, self._ended(limit))
             case "running":
                 found = chain(running)
             case "failed":
-                found = chain(record for record in reversed(self.recent) if record.code != _OK)
+                found = chain(record for record in self._ended(limit) if record.code != _OK)
             case unknown:
                 raise AssertionError(f"unknown choice of requests: {unknown}")
         return [record.describe(now) for record in islice(found, limit)]
 
+    def _ended(self, limit: int) -> Iterable[RequestRecord]:
+        unserved = islice(reversed(self.unserved), (limit + 1) // 2)
+        return merge(reversed(self.recent), unserved, key=lambda record: record.last_byte_s or 0.0, reverse=True)
+
     def _end(self, record: RequestRecord) -> None:
         record.last_byte_s = time.monotonic()
         self.running.discard(record)
-        self.recent.append(record)
+        (self.unserved if record.opened_s is None else self.recent).append(record)
         code = self._known(record.code)
         self.totals.add(record, code)
         if record.opened_s is None:

@@ -24,6 +24,15 @@ _OWN_FIELD = b'"tandem":{'
 _MAX_HEADER_CHARS = 256
 
 
+def head_fields(status: int, rid: str | None) -> list[tuple[bytes, bytes]]:
+    """What goes into the head of every answer to a request: its id where a header can hold it, and of a 503, which
+    passes, when to ask again."""
+    fields = [(b"retry-after", b"1")] if status == 503 else []
+    if rid is not None and len(rid) <= _MAX_HEADER_CHARS and rid.isascii() and rid.isprintable():
+        fields.append((b"x-request-id", rid.encode("ascii")))
+    return fields
+
+
 class Reply:
     """started: the answer's head has gone out, so its status is fixed. started_s: when (of the monotonic clock)."""
 
@@ -44,9 +53,7 @@ class Reply:
             headers.append((b"content-length", b"%d" % length))
         else:
             headers.append((b"cache-control", b"no-cache"))
-        rid = self._rid
-        if len(rid) <= _MAX_HEADER_CHARS and rid.isascii() and rid.isprintable():
-            headers.append((b"x-request-id", rid.encode("ascii")))
+        headers += head_fields(status, self._rid)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         self.started, self.started_s, self.status = True, time.monotonic(), status
 
@@ -79,6 +86,11 @@ class Sent:
     def keep_ids(self, whole: bytes) -> None:
         """Of chunks that have gone to the client. Quotes in a string are escaped, so nothing else looks like it."""
         self.token_ids += [ids for ids in _TOKEN_IDS.findall(whole) if ids]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the answer so far; 0 for a request that keeps none."""
+        return sum(ids.count(b",") + 1 for ids in self.token_ids)
 
     @property
     def is_done(self) -> bool:

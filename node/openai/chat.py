@@ -9,10 +9,11 @@ import msgspec
 from common.constraints import GRAMMARS, constraints, thought_of
 from common.errors import RequestError
 from common.reasoning import ReasoningParser, opens_thinking, splits_reasoning
+from common.refusals import refuse
 from common.response_format import read_response_format
 from common.tools import NO_TOOLS, ToolRequest, check_template, read_tools, tool_format
 from node.chat_template import ChatTemplate
-from node.fields import NumberRule, read_bool, read_number, refuse
+from node.fields import NumberRule, read_bool, read_number
 from node.openai.calls import Call
 from node.openai.chat_text import ChatParts
 from node.openai.fields import (

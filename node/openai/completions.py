@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from common.errors import RequestError
+from common.refusals import refuse
 from common.response_format import read_response_format
-from node.fields import NumberRule, read_bool, read_number, refuse
+from node.fields import NumberRule, read_bool, read_number
 from node.openai.calls import Call
 from node.openai.fields import (
     COMMON,

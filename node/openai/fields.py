@@ -10,7 +10,8 @@ import msgspec
 
 from common.constraints import GRAMMARS
 from common.errors import RequestError
-from node.fields import check_known, read_bool, refuse
+from common.refusals import check_known, refuse
+from node.fields import read_bool
 
 _SAMPLING = {  # of ours, by OpenAI's name or that of an SGLang server
     **{

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from common.errors import RequestError
-from node.fields import read_string, refuse
+from common.refusals import refuse
+from node.fields import read_string
 
 MAX_NAME_CHARACTERS = 1024
 MAX_ITEMS = 10_000  # messages of a chat, parts of a message, calls in it

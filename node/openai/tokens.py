@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 
 from common.errors import RequestError
+from common.refusals import refuse
 from common.tools import read_tools
 from node.chat_template import ChatTemplate
-from node.fields import read_bool, read_token_ids, refuse
+from node.fields import read_bool, read_token_ids
 from node.openai.chat import TEMPLATE_FIELDS, render
 from node.openai.fields import given
 from node.openai.logprobs import TokenNames
