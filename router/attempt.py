@@ -137,7 +137,7 @@ class Attempt:
             if leg.open:
                 leg.open = False
                 if tell_workers:
-                    self._aborts.append(asyncio.create_task(leg.abort(self._request.rids)))
+                    self._aborts.append(asyncio.create_task(leg.abort(self._request.ids_at(leg.worker))))
 
     async def ended(self) -> bool:
         """Returns when neither leg runs and the workers have answered the aborts. The prefill leg may end a little

@@ -25,7 +25,7 @@ import msgspec
 from starlette.types import Receive, Send
 
 from common.config import RouterConfig
-from common.errors import AbortedError, ServingError, WorkerError
+from common.errors import AbortedError, RequestError, ServingError, WorkerError
 from router.admission import Admission, Terms, Turn, deadline
 from router.affinity import Affinity
 from router.attempt import Attempt
@@ -102,7 +102,7 @@ class Dispatcher:
         exchange = Exchange(self, request, reply, record, terms)
         self._exchanges.add(exchange)
         try:
-            with deadline(terms, exchange.expire):
+            with deadline(terms.deadline_s, exchange.expire):
                 async with self.admission.place(exchange.turn):
                     record.admitted_s = time.monotonic()
                     await exchange.run(self.workers.pick(exchange.affinity))
@@ -245,7 +245,10 @@ class Exchange:
         rooms = dispatcher.in_flight.more_rooms(request.num_sequences, pair.room_rank)
         self.rooms += rooms
         self._record.on_open(pair)
-        prefill_body, decode_body = request.leg_bodies(pair, rooms)
+        try:
+            prefill_body, decode_body = request.leg_bodies(pair, rooms)
+        except RequestError as error:  # these workers cannot do what others could
+            raise LegFailed.of(error) from error
         where, weight = (dispatcher.workers, dispatcher.network, request.path), self.affinity.weight
         prefill = Leg(pair.prefill, prefill_body, *where, share=pair.prefill_target.load.begin(weight))
         decode = Leg(pair.decode, decode_body, *where, share=pair.decode_target.load.begin(weight))

@@ -130,7 +130,7 @@ class HealthChecks:
             return
         is_new = instance is None or instance != worker.instance
         worker.fingerprint = info.fingerprint or worker.declared
-        worker.handoff, worker.num_ranks = info.handoff, info.dp_size
+        worker.handoff, worker.num_ranks, worker.is_sglang = info.handoff, info.dp_size, info.is_sglang
         if is_new:
             worker.breaker.reset()
             worker.renew_targets()
@@ -221,6 +221,11 @@ class ServerInfo(msgspec.Struct):
     def says(self) -> str | None:
         """Its role in its own words, None when it tells none. SGLang's `null`: not disaggregated."""
         return self.role or self.disaggregation_mode
+
+    @property
+    def is_sglang(self) -> bool:
+        """Its own servers have no other word for their role."""
+        return self.role is None and self.disaggregation_mode is not None
 
     @property
     def node_role(self) -> Role | None:

@@ -15,7 +15,6 @@ import msgspec
 
 from common.errors import RequestError
 from common.json_body import decode_object
-from common.refusals import refuse
 from router.sglang import one_by_one, sequence_ids
 from router.worker import Worker
 from router.workers import Pair
@@ -63,7 +62,7 @@ class GenerateRequest:
     def leg_bodies(self, pair: Pair, rooms: Sequence[int]) -> tuple[bytes, bytes]:
         """(prefill, decode) bodies: the same but for `stream`, which the prefill leg is never asked for, and ranks of
         workers that have several."""
-        fields = self.fields
+        fields = self._asked_of_sglang() if pair.decode.is_sglang and self.lists_rooms else self.fields
         fields["bootstrap_host"] = pair.prefill.host
         fields["bootstrap_port"] = pair.prefill.bootstrap_port
         fields["bootstrap_room"] = list(rooms) if self.lists_rooms else rooms[0]
@@ -74,6 +73,17 @@ class GenerateRequest:
             prefill_only["stream"] = False
         decode_body = _encode(fields | decode_only)
         return _encode(fields | prefill_only) if prefill_only or decode_only else decode_body, decode_body
+
+    def _asked_of_sglang(self) -> dict[str, Any]:
+        prompts = self.fields.get("prompt") if self.path != GENERATE else None
+        is_batch = _batch_size(self.fields) is not None or (
+            isinstance(prompts, list) and not isinstance(prompts[0], int)
+        )
+        return one_by_one(self.fields, self.rids, self.num_sequences, is_batch=is_batch)
+
+    def ids_at(self, worker: Worker) -> tuple[str, ...]:
+        """What an abort has to name there."""
+        return sequence_ids(self.rids, self.num_sequences) if worker.is_sglang and self.lists_rooms else self.rids
 
     @property
     def num_bytes(self) -> int:
@@ -146,7 +156,7 @@ def read_n(n: object, param: str) -> int:
     if n is None:
         return 1
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        refuse(param, n, "an integer from 1 to 128")
+        raise RequestError(f"{param}: an integer of at least 1", param=param)
     return n
 
 

@@ -35,7 +35,8 @@ class Worker:
     host: what the other leg calls it by (of a prefill worker: where its rooms are opened). fingerprint: of its state
     layout, handoff: how it hands state over; None while unknown or when it publishes none; declared: a fingerprint
     with which it was registered, of a server that publishes none. resumes: whether it goes on
-    with answers that others began. instance: of the process, None when it tells none. reason: why it is not alive.
+    with answers that others began. is_sglang: a server of SGLang's own (router/sglang.py). instance: of the process,
+    None when it tells none. reason: why it is not alive.
     unanswered: checks in a row. num_legs: that run there; used_s: when the last one began or ended. is_leaving: it gets
     no requests and is removed when it has no leg any more. heard_s: when it last registered, if it does that itself.
     ejected_until_s: it is much slower than its peers and gets no requests until then; ejections: how often, of late.
@@ -53,6 +54,7 @@ class Worker:
     handoff: str | None = None
     declared: str | None = None
     resumes: bool = False
+    is_sglang: bool = False
     num_ranks: int = 1
     instance: str | None = None
     reason: str = NOT_CHECKED

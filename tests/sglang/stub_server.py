@@ -72,6 +72,7 @@ class Stub:
         for path in ("/model_info", "/get_model_info"):
             app.router.add_get(path, self.model_info)
         app.router.add_post("/generate", self.generate)
+        app.router.add_post("/v1/{what:.*}", self.openai)
         app.router.add_post("/abort_request", self.abort)
         app.router.add_route("*", "/flush_cache", self.flush)
         app.router.add_post("/stub/fault", self.fault)
@@ -99,6 +100,10 @@ class Stub:
     async def flush(self, _: web.Request) -> web.Response:
         return web.Response(text="Cache flushed.\n", status=400 if self.running else 200)
 
+    async def openai(self, request: web.Request) -> web.Response:
+        self.seen.append(await request.json())
+        return web.json_response({"choices": []})
+
     async def fault(self, _: web.Request) -> web.Response:
         self.deaf = True
         return web.Response()
@@ -109,11 +114,13 @@ class Stub:
         return web.json_response(told | {"env": {n: os.environ[n] for n in names}, "argv": sys.argv[1:]})
 
     async def abort(self, request: web.Request) -> web.Response:
-        """Of ids as SGLang has it: one, or those that begin with it; 200 whatever is found."""
+        """As SGLang has it: of one sequence, by its whole id; 200 whatever is found."""
         asked = await request.json()
         self.aborts.append(asked)
+        if not isinstance(asked.get("rid") or "", str):
+            return web.Response(status=422)
         for rid, event in self.running.items():
-            if asked.get("abort_all") or rid.startswith(str(asked.get("rid"))):
+            if asked.get("abort_all") or rid == asked.get("rid"):
                 event.set()
         return web.Response()
 
@@ -178,6 +185,8 @@ def _items(body: dict[str, Any], mode: str) -> list[dict[str, Any]]:
     sampling = body.get("sampling_params") or {}
     n = sampling.get("n", 1) if isinstance(sampling, dict) else 1
     count = len(prompts) * n
+    if n > 1 and mode != "null":
+        raise ValueError("n: the real one would take one room for all samples of a prompt")
     rooms = body.get("bootstrap_room")
     if mode != "null":
         if rooms is None:
@@ -187,9 +196,11 @@ def _items(body: dict[str, Any], mode: str) -> list[dict[str, Any]]:
             raise ValueError(f"bootstrap_room: {count} different rooms, got {rooms}")
     if sampling.get("temperature", 1.0) < 0:
         raise ValueError("temperature must be non-negative, got " + str(sampling["temperature"]))
-    if any(max(p, default=0) == 666 for p in prompts):
+    if mode != "decode" and any(max(p, default=0) == 666 for p in prompts):
         raise ValueError("refused on purpose")
     rid = body.get("rid") or f"r{id(body)}"
+    if isinstance(rid, list) and len(rid) != len(prompts):
+        raise ValueError("The specified rids length mismatch with the batch_size for batch processing.")
     rids = rid if isinstance(rid, list) else [rid if count == 1 else f"{rid}_{i}" for i in range(count)]
     return [
         {
