@@ -102,7 +102,7 @@ class Dispatcher:
         exchange = Exchange(self, request, reply, record, terms)
         self._exchanges.add(exchange)
         try:
-            with deadline(terms.deadline_s, exchange.expire):
+            with deadline(terms, exchange.expire):
                 async with self.admission.place(exchange.turn):
                     record.admitted_s = time.monotonic()
                     await exchange.run(self.workers.pick(exchange.affinity))

@@ -15,6 +15,7 @@ import msgspec
 
 from common.errors import RequestError
 from common.json_body import decode_object
+from common.refusals import refuse
 from router.sglang import one_by_one, sequence_ids
 from router.worker import Worker
 from router.workers import Pair
@@ -156,7 +157,7 @@ def read_n(n: object, param: str) -> int:
     if n is None:
         return 1
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise RequestError(f"{param}: an integer of at least 1", param=param)
+        refuse(param, n, "an integer from 1 to 128")
     return n
 
 
