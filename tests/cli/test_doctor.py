@@ -30,7 +30,7 @@ from cli.main import main
 from cli.settings import BUNDLED_MODEL
 from common.config import DType, EngineConfig, ModelConfig, NodeConfig, Protocol, Role, TransferConfig
 from node.preflight import Card, Cuda
-from tests.support.stack import command, free_port
+from tests.support.stack import command, free_port, running
 
 Doctor = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -515,6 +515,20 @@ def test_a_router_that_cannot_be_reached(doctor: Doctor) -> None:
     (name,) = errors(checks)
     assert status == 1 and name.startswith("router.127.0.0.1:")
     assert "start the router" in checks[name]["fix"]
+
+
+def test_a_real_router(doctor: Doctor, tmp_path: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with running("router", ["router", "--port", str(port)], url, tmp_path):
+        deadline = time.monotonic() + 30
+        while (status := doctor("--router", url)[0]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        status, checks = doctor("--router", url)
+        assert status == 0
+        assert checks[f"router.127.0.0.1:{port}"]["data"] == {"workers": 0, "alive": 0}
+        assert abs(checks[f"router.127.0.0.1:{port}.clock"]["data"]["skew_s"]) < 1
+        assert checks[f"router.127.0.0.1:{port}.fingerprint"]["found"].endswith("none there yet")
 
 
 def test_fingerprints_and_clock_of_a_router(doctor: Doctor, tmp_path: Path) -> None:
