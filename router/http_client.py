@@ -11,8 +11,8 @@ import asyncio
 import os
 import socket
 import ssl
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple, cast
@@ -26,6 +26,12 @@ from router.client import LOST, REFUSED, REFUSED_KEY, UNREACHABLE
 
 _BUFFER_BYTES = 64 * 1024
 """Of one body that the consumer has not taken; beyond it nothing more is read from the worker."""
+_MAX_HEAD_BYTES = 256 * 1024
+_MAX_ANSWER_BYTES = 512 * 2**20
+_MAX_ORDER_BYTES = 64 * 2**20
+"""Of a body that is read as a whole: of an answer to a client, and of one that has a time limit (health, orders)."""
+_MAX_KNOWN_URL = 256
+"""Characters; longer URLs, which clients may have a part in, are taken apart anew each time."""
 _KEY_REFUSALS = {
     401: "--worker-api-key-file is missing or its key is unknown there",
     403: "the key of --worker-api-key-file may not ask this there",
@@ -47,14 +53,20 @@ class _Target(NamedTuple):
     head: bytes
 
 
-@lru_cache(maxsize=4096)
 def _target(method: str, url: str) -> _Target:
+    return _known_target(method, url) if len(url) <= _MAX_KNOWN_URL else _new_target(method, url)
+
+
+def _new_target(method: str, url: str) -> _Target:
     parts = urlsplit(url)
     is_tls = parts.scheme == "https"
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     head = f"{method} {path} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\ncontent-length: "
     origin = _Origin(parts.hostname or "", parts.port or (443 if is_tls else 80), is_tls)
     return _Target(origin, head.encode("latin-1"))
+
+
+_known_target = lru_cache(maxsize=4096)(_new_target)
 
 
 class HttpNetwork:
@@ -71,8 +83,9 @@ class HttpNetwork:
         self._tls = tls
         self._authorization = b"" if authorization is None else f"authorization: {authorization}\r\n".encode("latin-1")
         self._loop = asyncio.get_running_loop()
-        self._idle: defaultdict[_Origin, list[_Connection]] = defaultdict(list)
+        self._idle: defaultdict[_Origin, deque[_Connection]] = defaultdict(deque)  # the one used last is the last
         self._open: set[_Connection] = set()
+        self._sweeper: asyncio.TimerHandle | None = None
 
     async def send(
         self,
@@ -103,10 +116,22 @@ class HttpNetwork:
         idle = self._idle[origin]
         while idle:
             connection = idle.pop()
-            if connection.is_usable and self._loop.time() - connection.heard_s < _KEEP_ALIVE_S:
+            if connection.is_usable and not self._is_stale(connection):
                 return connection
             connection.close()
         return None
+
+    def _is_stale(self, connection: _Connection) -> bool:
+        return self._loop.time() - connection.heard_s >= _KEEP_ALIVE_S
+
+    def _sweep(self) -> None:
+        """Close what has been idle for too long."""
+        self._sweeper = None
+        for idle in self._idle.values():
+            while idle and (self._is_stale(idle[0]) or not idle[0].is_usable):
+                idle.popleft().close()
+        if any(self._idle.values()):
+            self._sweeper = self._loop.call_later(_KEEP_ALIVE_S, self._sweep)
 
     async def _connect(self, origin: _Origin) -> _Connection:
         """Raises WorkerError when no address of the host takes it."""
@@ -114,6 +139,8 @@ class HttpNetwork:
             async with asyncio.timeout(self._connect_timeout_s):
                 addresses = await self._loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
                 connection = await self._connect_first(origin, [address[4][0] for address in addresses])
+        except UnicodeError as error:
+            raise WorkerError("no connection (its name is no name of a host)", code=UNREACHABLE) from error
         except OSError as error:  # a time-out is one too
             code = REFUSED if isinstance(error, ConnectionRefusedError) else UNREACHABLE
             raise WorkerError(f"no connection ({_reason(error)})", code=code) from error
@@ -137,20 +164,21 @@ class HttpNetwork:
         raise min(errors, key=lambda error: isinstance(error, ConnectionRefusedError))
 
     def _make_connection(self) -> _Connection:
-        return _Connection(self._loop, self._idle_timeout_s)
+        return _Connection(self._loop, self._idle_timeout_s, self._open.discard)
 
     def give_back(self, connection: _Connection) -> None:
         """Its answer has been received to the end, or it is closed."""
         if connection.is_usable:
             self._idle[connection.origin].append(connection)
-        else:
-            self._open.discard(connection)
+            if self._sweeper is None:
+                self._sweeper = self._loop.call_later(_KEEP_ALIVE_S, self._sweep)
 
     async def close(self) -> None:
         for connection in list(self._open):
             connection.close()
-        self._open.clear()
         self._idle.clear()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         await asyncio.sleep(0)
 
 
@@ -163,22 +191,26 @@ def _lines(headers: Mapping[str, str]) -> bytes:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one exchange at a time. heard_s: when its last bytes came.
+    """One connection, one exchange at a time. heard_s: when its last bytes came. on_lost: told when it is gone.
 
     The parser calls the methods on_*, from inside data_received.
     """
 
     origin: _Origin
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, idle_timeout_s: float) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, idle_timeout_s: float, on_lost: Callable[[_Connection], None]
+    ) -> None:
         self._loop = loop
         self._idle_timeout_s = idle_timeout_s
+        self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._answer: _Answer | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._is_paused = False
         self._ends_with_connection = False
+        self._head_bytes = 0
         self.heard_s = 0.0
 
     @property
@@ -188,7 +220,7 @@ class _Connection(asyncio.Protocol):
     def request(self, answer: _Answer, data: bytes) -> None:
         assert self._transport is not None
         self._answer = answer
-        self._ends_with_connection = True
+        self._head_bytes = 0
         self.heard_s = self._loop.time()
         self._watch = self._loop.call_later(self._idle_timeout_s, self._check_silence)
         self._transport.write(data)
@@ -221,9 +253,9 @@ class _Connection(asyncio.Protocol):
         self._fail(WorkerError("no answer in time", code="worker_timeout", status=504))
 
     def _fail(self, error: WorkerError) -> None:
-        self._end(error)
         if self._transport is not None:
             self._transport.abort()
+        self._end(error)
 
     def _end(self, error: WorkerError | None) -> None:
         """The exchange is over. Does nothing the second time."""
@@ -244,10 +276,15 @@ class _Connection(asyncio.Protocol):
         if self._answer is None:  # nobody has asked
             self.close()
             return
+        if not self._answer.status:
+            self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._fail(WorkerError("its answer is no HTTP", code="bad_answer", status=502))
+            return
+        if self._head_bytes > _MAX_HEAD_BYTES and self._answer is not None and not self._answer.status:
+            self._fail(WorkerError("the head of its answer is too long", code="bad_answer", status=502))
 
     def connection_lost(self, error: Exception | None) -> None:
         answer = self._answer
@@ -255,8 +292,14 @@ class _Connection(asyncio.Protocol):
         reason = "closed" if error is None else _reason(error)
         self._end(None if is_whole else WorkerError(f"the connection broke ({reason})", code=LOST, status=502))
         self._transport = None
+        self._on_lost(self)
 
     # Of the parser
+
+    def on_message_begin(self) -> None:
+        self._ends_with_connection = True
+        if self._answer is None:  # more than was asked for: whose answer it is nobody can say
+            self.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -266,8 +309,11 @@ class _Connection(asyncio.Protocol):
             self._answer.content_type = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 100:
+            raise ValueError("no status")  # an error of the parser, by way of it
         if self._answer is not None:
-            self._answer.on_head(self._parser.get_status_code())
+            self._answer.on_head(status)
 
     def on_body(self, body: bytes) -> None:
         if self._answer is not None:
@@ -353,11 +399,16 @@ class _Answer:
         return b""
 
     async def read(self) -> bytes:
+        limit = _MAX_ANSWER_BYTES if self._deadline is None else _MAX_ORDER_BYTES
+        parts: list[bytes] = []
         with _translated():
             async with asyncio.timeout_at(self._deadline):
-                parts = []
                 while part := await self.next():
                     parts.append(part)
+                    limit -= len(part)
+                    if limit < 0:
+                        self.close()
+                        raise WorkerError("its answer is too long", code="bad_answer", status=502)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:

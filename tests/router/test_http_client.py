@@ -10,6 +10,7 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import WorkerError
+from router import http_client
 from router.http_client import HttpNetwork
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -86,6 +87,7 @@ def sends(*parts: bytes, closes: bool = False) -> Serve:
         ([HEAD + b"transfer-encoding: chunked\r\n\r\n", b"3\r\nhel\r\n2\r\nl", b"o\r\n0\r\n\r\n"], False, b"hello"),
         ([b"HTTP/1.1 100 Continue\r\n\r\n" + HEAD + b"content-length: 2\r\n\r\nok"], False, b"ok"),
         ([HEAD + b"\r\nup to ", b"the end"], True, b"up to the end"),
+        ([b"HTTP/1.1 102 Soon\r\ncontent-length: 9\r\n\r\n", HEAD + b"\r\nup to ", b"the end"], True, b"up to the end"),
         ([HEAD + b"connection: close\r\ncontent-length: 2\r\n\r\nok"], True, b"ok"),
     ],
 )
@@ -106,6 +108,8 @@ async def test_a_body_is_whole_however_it_is_framed(parts: list[bytes], closes: 
         ([HEAD], "worker_lost"),
         ([HEAD + b"content-length: 5\r\n\r\nhe"], "worker_lost"),
         ([HEAD + b"transfer-encoding: chunked\r\n\r\n3\r\nhel\r\n"], "worker_lost"),
+        ([b"HTTP/1.1 099 Odd\r\n\r\n"], "bad_answer"),
+        ([HEAD + b"x: " + b"a" * 300_000], "bad_answer"),
     ],
 )
 async def test_an_answer_that_is_none_or_breaks_off_is_an_error(parts: list[bytes], code: str) -> None:
@@ -215,3 +219,48 @@ async def test_what_comes_unasked_on_an_idle_connection_is_nobodys_answer() -> N
         for _ in range(3):
             assert await (await found.network.send("GET", found.url)).read() == b"ok"
             await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("more", [b"HTTP/1.1 500 Oops\r\nx: ", b"H", HEAD + b"content-length: 300\r\n\r\nno"])
+async def test_what_follows_an_answer_is_not_taken_for_the_next_one(more: bytes) -> None:
+    async with wire(sends(HEAD + b"content-length: 2\r\n\r\nok" + more)) as found:
+        for count in range(1, 4):
+            answer = await found.network.send("GET", found.url, limit_s=10)
+            assert (answer.status, await answer.read()) == (200, b"ok")
+            assert found.num_connections == count
+
+
+async def test_closed_connections_are_forgotten_and_idle_ones_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "_KEEP_ALIVE_S", 0.2)
+    async with wire(sends(HEAD + b"content-length: 2\r\n\r\nok")) as found:
+        for _ in range(3):
+            answers = [await found.network.send("GET", found.url) for _ in range(5)]
+            assert [await answer.read() for answer in answers] == [b"ok"] * 5
+        broken = await found.network.send("GET", found.url)
+        broken.close()
+        async with asyncio.timeout(10):
+            while found.network._open:  # noqa: ASYNC110 - the loop tells nobody
+                await asyncio.sleep(0.02)
+        assert not any(found.network._idle.values())
+
+
+async def test_an_answer_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "_MAX_ORDER_BYTES", 100_000)
+    async with wire(
+        sends(HEAD + b"transfer-encoding: chunked\r\n\r\n", *[b"8000\r\n" + b"a" * 32768 + b"\r\n"] * 9)
+    ) as found:
+        answer = await found.network.send("GET", found.url, limit_s=10)
+        with pytest.raises(WorkerError) as caught:
+            await answer.read()
+        assert caught.value.code == "bad_answer"
+
+
+async def test_long_urls_are_not_remembered_and_names_that_are_none_are_told() -> None:
+    http_client._known_target.cache_clear()
+    async with wire(sends(HEAD + b"content-length: 2\r\n\r\nok")) as found:
+        for path in ("short", "a" * 5000):
+            assert await (await found.network.send("GET", f"{found.url}/{path}")).read() == b"ok"
+        assert http_client._known_target.cache_info().currsize == 1
+        with pytest.raises(WorkerError) as caught:
+            await found.network.send("GET", "http://a..b:80/")
+        assert caught.value.code == "worker_unreachable"
