@@ -16,6 +16,7 @@ import msgspec
 
 from common.config import NodeConfig, Role, check_node_config
 from common.errors import ConfigError, RequestError, ServingError
+from common.refusals import check_known, refuse
 from node.registration import check_registration
 
 _ROLES = (Role.PREFILL, Role.DECODE)
@@ -23,12 +24,10 @@ _ROLES = (Role.PREFILL, Role.DECODE)
 
 def read_role(raw: dict[str, Any]) -> Role:
     """Of the body of POST /role. Raises RequestError."""
-    unknown = sorted(set(raw) - {"role"})
-    if unknown:
-        raise RequestError(f"{unknown[0]}: no such field", code="unknown_parameter", param=unknown[0])
+    check_known("", raw, frozenset({"role"}))
     role = raw.get("role")
     if role not in [each.value for each in _ROLES]:
-        raise RequestError(f"role: {role!r} is not allowed; prefill or decode", param="role")
+        refuse("role", role, "prefill or decode")
     return Role(str(role))
 
 

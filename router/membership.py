@@ -19,6 +19,7 @@ import msgspec
 
 from common.config import Role, RouterConfig, WorkerAddress
 from common.errors import ConfigError, RequestError, WorkerError
+from common.refusals import check_known, refuse
 from common.urls import url_host
 from router.health import ServerInfo, why_refused
 from router.state_file import Entry, Kept, StateFile
@@ -34,7 +35,7 @@ REMOVED = "worker_removed"
 """Code of the answer to a worker that registers itself although an administrator has removed it."""
 
 
-class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """Body of POST /workers. role, bootstrap_port: asked of the worker when left out. instance: of a worker that
     registers itself, the one in its /health. fingerprint: of its state layout, where it does not publish one."""
 
@@ -45,8 +46,16 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fingerprint: str | None = None
 
 
+_FIELDS = frozenset(Registration.__struct_fields__)
+_ROLES = (Role.PREFILL.value, Role.DECODE.value)
+
+
 def read_registration(fields: dict[str, Any]) -> Registration:
     """Raises RequestError naming the field."""
+    check_known("", fields, _FIELDS)
+    if fields.get("role") not in (None, *_ROLES):
+        alone = "; a unified node serves alone" if fields["role"] == Role.UNIFIED.value else ""
+        refuse("role", fields["role"], " or ".join(_ROLES) + alone)
     try:
         asked = msgspec.convert(fields, Registration)
     except msgspec.ValidationError as error:
@@ -55,10 +64,8 @@ def read_registration(fields: dict[str, Any]) -> Registration:
         raise RequestError(f"{name}: {message}" if name else message, param=name) from error
     if url_host(asked.url) is None:
         raise RequestError(f"url: {asked.url!r} is no URL such as http://127.0.0.1:30001", param="url")
-    if asked.role is Role.UNIFIED:
-        raise RequestError("role: prefill or decode; a unified node serves alone", param="role")
     if asked.bootstrap_port is not None and not 0 < asked.bootstrap_port < 65536:
-        raise RequestError(f"bootstrap_port: {asked.bootstrap_port} is not 1 to 65535", param="bootstrap_port")
+        refuse("bootstrap_port", asked.bootstrap_port, "an integer from 1 to 65535")
     return msgspec.structs.replace(asked, url=asked.url.rstrip("/"))
 
 

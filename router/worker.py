@@ -87,6 +87,11 @@ class Worker:
         return hashlib.sha256(self.url.encode()).hexdigest()[:12]
 
     @property
+    def num_ranks_alive(self) -> int:
+        """Ranks that take requests, as the worker says."""
+        return sum(target.alive for target in self.targets) if self.alive else 0
+
+    @property
     def is_ejected(self) -> bool:
         return time.monotonic() < self.ejected_until_s
 
@@ -133,6 +138,7 @@ class Worker:
             "since": round(self.since_unix_s, 3),
             "bootstrap_port": self.bootstrap_port,
             "ranks": self.num_ranks,
+            "ranks_alive": self.num_ranks_alive,
             "requests": self.num_legs,
             "loads": [round(target.load.tokens) for target in self.targets],
             "handoff": self.handoff,

@@ -41,7 +41,9 @@ async def remove_worker(request: Request) -> Response:
         raise RequestError(f"force: {query['force']} is not true or false", param="force")
     router = _router(request)
     worker = router.membership.unregister(name, force=force, instance=query.get("instance"))
-    return _json(worker.details(), 200 if worker not in router.workers.all else 202)
+    if worker in router.workers.all:
+        return _json(worker.details(), 202)
+    return _json(worker.details() | {"alive": False, "state": "gone", "reason": "it was removed"})
 
 
 async def _register(router: Router, asked: Registration) -> Response:

@@ -94,11 +94,26 @@ async def test_what_is_said_of_a_worker(router: RunningRouter, decode: MockWorke
         "source": "flag",
         "bootstrap_port": None,
         "ranks": 2,
+        "ranks_alive": 2,
         "requests": 0,
         "handoff": None,
         "instance": "i1",
         "breaker": {"state": "closed", "failures_in_a_row": 0},
     }
+
+
+async def test_ranks_that_take_no_requests_are_told(prefill: MockWorker, decode: MockWorker) -> None:
+    decode.num_ranks = 2
+    decode.loads = [{"dp_rank": 0, "alive": True, "num_tokens": 0}, {"dp_rank": 1, "alive": False, "num_tokens": 0}]
+    async with run_router(config_of([prefill], [decode])) as router:
+        await router.until_alive()
+        await router.until(lambda: router.state.workers.decode[0].num_ranks_alive == 1)
+        found = (await listed(router))[decode.url]
+        assert (found["state"], found["ranks"], found["ranks_alive"]) == ("alive", 2, 1)
+        shown = (await router.client.get("/status.json")).json()["workers"]
+        assert [worker["ranks_alive"] for worker in shown] == [1, 1]
+        decode.healthy = False
+        await router.until(lambda: router.state.workers.decode[0].num_ranks_alive == 0)
 
 
 async def test_role_and_bootstrap_port_are_asked_of_the_worker(prefill: MockWorker, decode: MockWorker) -> None:
@@ -124,9 +139,11 @@ async def test_role_and_bootstrap_port_are_asked_of_the_worker(prefill: MockWork
         ({"url": "http://a:99999"}, 400, "url", "is no URL"),
         ({"url": "http://a:1\r\nx: y"}, 400, "url", "is no URL"),
         ({"url": "http://127.0.0.1:1", "role": "unified"}, 400, "role", "serves alone"),
-        ({"url": "http://127.0.0.1:1", "role": "queen"}, 400, "role", "role: Invalid enum value 'queen'"),
+        ({"url": "http://127.0.0.1:1", "role": "queen"}, 400, "role", "role: \"queen\" is not allowed; it must be prefill or decode"),
         ({"url": "http://127.0.0.1:1", "role": "prefill", "bootstrap_port": 0}, 400, "bootstrap_port", "1 to 65535"),
-        ({"url": "http://127.0.0.1:1", "speed": 9}, 400, None, "speed"),
+        ({"url": "http://127.0.0.1:1", "role": ["decode"]}, 400, "role", "it must be prefill or decode"),
+        ({"url": "http://127.0.0.1:1", "speed": 9}, 400, "speed", "speed: unknown parameter"),
+        ({"url": "http://127.0.0.1:1", "rolle": "decode"}, 400, "rolle", "did you mean role?"),
         ({"url": "http://127.0.0.1:1"}, 503, "url", "cannot be asked for what was left out, role or bootstrap_port"),
         ({"url": "http://127.0.0.1:1", "role": "prefill"}, 503, "url", "cannot be asked"),
         ([], 400, None, "must be a JSON object"),
@@ -283,7 +300,8 @@ async def test_what_cannot_be_removed(router: RunningRouter) -> None:
 
 
 async def test_the_last_one_goes_and_comes_again(router: RunningRouter, decode: MockWorker) -> None:
-    assert (await router.client.delete("/workers", params={"url": decode.url})).status_code == 200
+    gone = await router.client.delete("/workers", params={"url": decode.url})
+    assert (gone.status_code, gone.json()["state"], gone.json()["alive"]) == (200, "gone", False)
     answer = await router.generate()
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "no decode worker is alive")
     assert (await add(router, decode)).status_code == 201
