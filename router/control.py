@@ -141,6 +141,7 @@ async def abort_request(request: Request) -> Response:
     if rids is None and not terms.is_admin:
         raise AccessError("abort_all needs an admin key", code="forbidden", status=403, param="abort_all")
     order = _Abort(rids, caller=None if terms.is_admin else terms.caller, is_admin=terms.is_admin)
+    single = None if rids is None else router.dispatcher.sequences_of(rids)
     own = _end_here(router, order)
     for said in await router.siblings.ask(f"abort {msgspec.json.encode(order).decode()}"):
         own |= msgspec.json.decode(said, type=frozenset[str])
@@ -149,8 +150,21 @@ async def abort_request(request: Request) -> Response:
         if not own:
             return _json({"success": True})
     alive = [worker for worker in router.workers.all if worker.alive]
-    _raise_first_refusal(await _order_all(router, alive, "POST", "/abort_request", body), "abort_request")
+    ours = [worker for worker in alive if not worker.is_sglang]
+    heard = await _order_all(router, ours, "POST", "/abort_request", body)
+    for one in _abort_bodies(single, rids if terms.is_admin else own):
+        heard += await _order_all(router, (w for w in alive if w.is_sglang), "POST", "/abort_request", one)
+    _raise_first_refusal(heard, "abort_request")
     return _json({"success": True})
+
+
+def _abort_bodies(single: frozenset[str] | None, allowed: frozenset[str] | None) -> list[bytes]:
+    """For SGLang's own servers, which take one id of one sequence each. single: ids of requests and of sequences, None:
+    all. allowed: of these requests only."""
+    if single is None or allowed is None:
+        return [msgspec.json.encode({"rid": "", "abort_all": True})]
+    named = (name for name in sorted(single) if name in allowed or name.rpartition("_")[0] in allowed)
+    return [msgspec.json.encode({"rid": name, "abort_all": False}) for name in named]
 
 
 class _Abort(msgspec.Struct):

@@ -146,6 +146,11 @@ class Dispatcher:
         names = (exchange.request_ids for exchange in self._exchanges if exchange.turn.caller == caller)
         return rids.intersection(name for each in names for name in each)
 
+    def sequences_of(self, rids: frozenset[str]) -> frozenset[str]:
+        """These ids, and those of the single sequences of the requests here that have them."""
+        theirs = (ids for exchange in self._exchanges if not (ids := exchange.request_ids).isdisjoint(rids))
+        return rids.union(name for ids in theirs for name in ids if name.rpartition("_")[0] in rids & ids)
+
     def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)

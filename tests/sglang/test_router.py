@@ -191,6 +191,19 @@ async def test_abort_request_reaches_both(pair: Served) -> None:
     assert answer.status_code >= 400 or answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+async def test_abort_request_names_sequences_one_at_a_time(pair: Served) -> None:
+    asking = asyncio.create_task(
+        pair.generate(input_ids=[[777], [777]], rid="x", sampling_params={"max_new_tokens": 500})
+    )
+    await pair.until(lambda: {"x_0", "x_1"} <= set(pair.decode.running))
+    assert (await pair.router.client.post("/abort_request", json={"rid": ["x", "y"]})).status_code == 200
+    assert {abort["rid"] for abort in pair.decode.aborts} >= {"x_0", "x_1", "y"}
+    reasons = {item["meta_info"]["finish_reason"]["type"] for item in (await asking).json()}
+    assert reasons == {"abort"}
+    assert (await pair.router.client.post("/abort_request", json={"abort_all": True})).status_code == 200
+    assert pair.decode.aborts[-1]["abort_all"] is True
+
+
 async def test_idle_servers_are_asked_for_a_token_now_and_then() -> None:
     async with served(stub("prefill"), stub("decode"), idle_probe_interval_s=0.1) as pair:
         await pair.until(lambda: pair.prefill.made and pair.decode.made)
