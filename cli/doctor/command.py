@@ -7,17 +7,15 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 import msgspec
 
 from cli.router import given_keys, router, router_config
-from cli.settings import NODE_SETTINGS, node_config, node_options
+from cli.settings import BUNDLED_MODEL, NODE_SETTINGS, node_config, node_options
 from cli.sglang import engine_options
 from common.config import NodeConfig, Role, RouterConfig, check_node_config
 from common.errors import ConfigError
@@ -127,20 +125,18 @@ def checked_options(config: NodeConfig) -> NodeConfig:
     the checks."""
     from node.registration import check_registration
 
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("config.json", "tokenizer.json"):
-            (Path(folder) / name).touch()
-        replace = msgspec.structs.replace
-        server = replace(config.server, router_api_key_file=None, router_ca_file=None)
-        check_node_config(
-            replace(
-                config,
-                model=replace(config.model, path=folder),
-                transfer=replace(config.transfer, cluster_key_file=None),
-                server=server,
-            )
-        )
-        check_registration(config.role, server)
+    replace = msgspec.structs.replace
+    server = replace(config.server, router_api_key_file=None, router_ca_file=None)
+    transfer = replace(config.transfer, cluster_key_file=None)
+    for path in (config.model.path, str(BUNDLED_MODEL)):
+        try:
+            model = replace(config.model, path=path)
+            check_node_config(replace(config, model=model, transfer=transfer, server=server))
+            break
+        except ConfigError as error:
+            if error.param != "model_path":
+                raise
+    check_registration(config.role, server)
     return config
 
 

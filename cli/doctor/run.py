@@ -74,7 +74,7 @@ def _router_checks(config: NodeConfig) -> Iterator[Check]:
         yield refused("router", reason, "correct the file that is named")
         return
     fingerprint = model.own_fingerprint(config)
-    for url in dict.fromkeys(config.server.routers):
+    for url in dict.fromkeys(url.rstrip("/") for url in config.server.routers):
         yield from servers.check_router(url, asker, fingerprint)
 
 

@@ -15,6 +15,7 @@ from common.config import NodeConfig, Role, TransportName, chosen_transport
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 6)
 MIN_TRITON = (3, 6)
+MIN_MOONCAKE = (0, 3, 13)
 _WHEELS = "mooncake-transfer-engine"
 
 
@@ -47,7 +48,15 @@ def check_triton(on_card: bool) -> Check:
         return not_applicable("triton", f"{found or 'not installed'}; only --device cuda needs it")
     if found is None or numbers(found) < MIN_TRITON:
         return error("triton", found or "not installed", "pip install 'triton>=3.6' (the extra gpu)")
+    if (pinned := _pinned_triton()) not in (None, found):
+        return warning("triton", f"{found}, torch was released with {pinned}", f"pip install triton=={pinned}")
     return ok("triton", found)
+
+
+def _pinned_triton() -> str | None:
+    """What the installed torch asks for; None when that is no one version."""
+    asked = (re.match(r"triton\s*==\s*([\w.]+)", text) for text in importlib.metadata.requires("torch") or ())
+    return next((match[1] for match in asked if match), None)
 
 
 def check_mooncake(config: NodeConfig) -> Check:
@@ -66,6 +75,8 @@ def check_mooncake(config: NodeConfig) -> Check:
         return told(
             "mooncake", found, f"pip install -e '.[{extra}]'" + ("" if on_card else "; or --transport loopback")
         )
+    if numbers(importlib.metadata.version(wheels[0]), 3) < MIN_MOONCAKE:
+        return error("mooncake", f"{found}: too old", f"pip install '{wheels[0]}>={'.'.join(map(str, MIN_MOONCAKE))}'")
     if len(wheels) > 1:
         return error(
             "mooncake", f"{found}: they overwrite each other's files", "pip uninstall all, install one of them"
@@ -112,7 +123,6 @@ def installed(name: str) -> str | None:
         return None
 
 
-def numbers(version: str) -> tuple[int, int]:
-    """Of "2.13.0+cpu" the first two."""
-    found = [int(word) for word in re.findall(r"\d+", version)[:2]]
-    return (found[0], found[1]) if len(found) == 2 else (0, 0)
+def numbers(version: str, count: int = 2) -> tuple[int, ...]:
+    """Of "2.13.0+cpu" the first `count`."""
+    return tuple(int(word) for word in re.findall(r"\d+", version)[:count])

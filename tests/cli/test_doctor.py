@@ -315,6 +315,12 @@ def test_few_open_files() -> None:
     assert errors(bounded(resource.RLIMIT_NOFILE, 100)) == {"open_files"}
 
 
+def test_a_read_only_container(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    status, checks = doctor()
+    assert (status, errors(checks)) == (1, {"temporary_folder"})
+
+
 def test_what_a_container_may_use(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text("1000000\n")
@@ -324,11 +330,23 @@ def test_what_a_container_may_use(tmp_path: Path) -> None:
     assert machine.available_memory(tmp_path) == 500_000
 
 
-def test_old_versions() -> None:
+def test_old_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions.check_python((3, 10)).fix is not None
     assert versions.check_python((3, 11)).fix is None
-    assert versions.check_torch(on_card=True).status is Status.ERROR or not versions.installed("torch").endswith("+cpu")  # type: ignore[union-attr]
-    assert versions.numbers("2.13.0+cpu") == (2, 13)
+    there = {"torch": "2.5.1", "triton": "3.5.0", "mooncake-transfer-engine-non-cuda": "0.3.7.post2"}
+    monkeypatch.setattr("importlib.metadata.version", there.__getitem__)
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["filelock", "triton==3.7.0; sys_platform == 'linux'"])
+
+    def found() -> list[Status]:
+        node = NodeConfig(role=Role.DECODE, model=ModelConfig(path="x"))
+        checks = versions.check_torch(True), versions.check_triton(True), versions.check_mooncake(node)
+        return [check.status for check in checks]
+
+    assert found() == [Status.ERROR] * 3
+    there.update({"torch": "2.13.0+cpu", "triton": "3.9.0", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"})
+    assert found() == [Status.ERROR, Status.WARNING, Status.OK]
+    there.update({"torch": "2.13.0+cu130", "triton": "3.7.0"})
+    assert found() == [Status.OK] * 3
 
 
 @pytest.mark.parametrize(
@@ -465,6 +483,7 @@ def test_a_write_that_changes_bytes_is_noticed(doctor: Doctor) -> None:
         ("--page-size 0", "--page-size 0: at least 1"),
         ("--transfer-host 0.0.0.0", "--transfer-host 0.0.0.0"),
         ("--engine sglang", "--engine sglang: the doctor knows"),
+        ("--model-path /nowhere --page-size 0", "--page-size 0: at least 1"),
         ("--peer nowhere", "nowhere is not HOST:PORT"),
         ("--role router --page-size 16", "No such option"),
         ("--role router --port 70000", "--port 70000: 0 to 65535"),
