@@ -18,7 +18,7 @@ from tests.deploy.files import DEPLOY, HOST, compose, node, parse, variables
 OURS = ("compose.yaml", "compose.gpu.yaml", "compose.rdma.yaml")
 SGLANG = ("compose.gpu.sglang.yaml", "compose.rdma.sglang.yaml")
 STACKS = (*OURS, *SGLANG)
-ALL = (*STACKS, "compose.observability.yaml")
+ALL = (*STACKS, "compose.observability.yaml", "compose.observability.host.yaml")
 NODES = [(name, service) for name in OURS for service in compose(name)["services"] if service != "router"]
 SGLANG_FLAGS: dict[str, list[str] | None] = json.loads((Path(__file__).parent / "sglang-0.5.17.json").read_text())
 DRAIN_AND_STOP_S = 30 + 3 + 4 + 4
@@ -145,7 +145,7 @@ def test_every_variable_is_explained(name: str) -> None:
     lines = (DEPLOY / ".env.example").read_text().splitlines()
     said = dict(line.removeprefix("# ").partition("=")[::2] for line in lines if "=" in line)
     for variable, default in variables(name).items():
-        if variable in ("TORCH_INDEX", "GPU_TORCH_INDEX", "TANDEM_TARGETS"):
+        if variable in ("TORCH_INDEX", "GPU_TORCH_INDEX"):
             continue  # explained in README.md
         assert variable in said, f"{variable} of {name} is not in .env.example"
         if default is not None and variable not in (
@@ -157,7 +157,14 @@ def test_every_variable_is_explained(name: str) -> None:
             assert said[variable] == default
 
 
-@pytest.mark.parametrize("files", [[name] for name in STACKS] + [["compose.yaml", "compose.observability.yaml"]])
+@pytest.mark.parametrize(
+    "files",
+    [
+        *([name] for name in STACKS),
+        ["compose.yaml", "compose.observability.yaml"],
+        ["compose.gpu.yaml", "compose.observability.host.yaml"],
+    ],
+)
 def test_compose_finds_no_fault(files: list[str], tmp_path: Path) -> None:
     command = shutil.which("docker-compose")
     if command is None:

@@ -84,8 +84,16 @@ def test_every_process_of_the_cpu_file_is_scraped() -> None:
     assert set(targets["targets"]) == {f"{name}:30000" for name in compose("compose.yaml")["services"]}
 
 
-def test_the_files_that_containers_mount_are_there() -> None:
-    for service in compose("compose.observability.yaml")["services"].values():
+def test_every_process_of_the_gpu_file_is_scraped() -> None:
+    (targets,) = read("targets-host.yml")
+    services = compose("compose.gpu.yaml")["services"].values()
+    ports = [service["environment"]["TANDEM_PORT"] for service in services]
+    assert set(targets["targets"]) == {f"127.0.0.1:{port}" for port in ports}
+
+
+@pytest.mark.parametrize("name", ("compose.observability.yaml", "compose.observability.host.yaml"))
+def test_the_files_that_containers_mount_are_there(name: str) -> None:
+    for service in compose(name)["services"].values():
         for volume in service["volumes"]:
             if volume.startswith("./"):
                 assert (DEPLOY / volume.split(":")[0]).exists(), volume
