@@ -20,7 +20,7 @@ from common.config import NodeConfig, Protocol, Role, rank_devices
 from common.errors import ErrorRecord, ServingError
 from transfer.handshake import read_key
 
-LIMIT_S = 15.0
+LIMIT_S = 18.0
 """Of a whole test, with the start of its processes."""
 _SHOWN_STDERR_CHARACTERS = 200
 
