@@ -79,9 +79,10 @@ function spark() {
     svg,
     draw(values) {
       const top = Math.max(...values, 1e-9), left = HISTORY - values.length;
+      if (values.length < 2) { line.removeAttribute("points"); area.removeAttribute("points"); return; }
       const points = values.map((value, i) => `${left + i},${(19 - (17 * value) / top).toFixed(2)}`);
       line.setAttribute("points", points.join(" "));
-      area.setAttribute("points", points.length ? `${left},20 ${points.join(" ")} ${HISTORY - 1},20` : "");
+      area.setAttribute("points", `${left},20 ${points.join(" ")} ${HISTORY - 1},20`);
     },
   };
 }
@@ -123,8 +124,10 @@ function showTiles(status) {
     const first = median(ok.filter((request) => request.stream).map((request) => request.ttft_s));
     tiles.first(seconds(first), "", `whole answer ${seconds(median(ok.map((request) => request.e2e_s)))}`);
   }
-  const share = totals.prompt_tokens ? (100 * totals.cached_tokens) / totals.prompt_tokens : 0;
-  tiles.cached(share.toFixed(share < 10 ? 1 : 0), "%", `${count(totals.cached_tokens)} of ${count(totals.prompt_tokens)}`);
+  if (totals.prompt_tokens) {
+    const share = (100 * totals.cached_tokens) / totals.prompt_tokens;
+    tiles.cached(share.toFixed(share < 10 ? 1 : 0), "%", `${count(totals.cached_tokens)} of ${count(totals.prompt_tokens)}`);
+  } else tiles.cached("–", "", "no prompts yet");
   tiles.failed(count(failed), "", `${count(totals.retries)} retried, ${count(totals.resumes)} resumed`);
 }
 
@@ -149,21 +152,23 @@ function stacked(parent, kinds, total, text) {
 
 function workerRow(worker) {
   const url = h("span", { class: "url mono" }, worker.url), role = h("span", {}), model = h("span", { class: "sub" });
-  const state = h("span", {}), reason = h("span", { class: "sub" });
+  const state = h("span", {}), ranks = h("span", { class: "chip warn" }), reason = h("span", { class: "sub" });
   const load = h("span", {}), waits = h("span", { class: "sub" });
   const slots = cell("Slots"), pages = cell("Pages");
   const hits = h("span", {}), evicted = h("span", { class: "sub" });
   const dot = h("i", { class: "dot", "aria-hidden": "true" }), layout = h("span", { class: "mono" });
   const root = h("tr", { role: "row" },
-    cell("Worker", role, url, model), cell("State", state, reason), cell("Load", load, waits), slots, pages,
+    cell("Worker", role, url, model), cell("State", state, " ", ranks, reason), cell("Load", load, waits), slots, pages,
     cell("Cache", hits, evicted), cell("Layout", dot, layout));
   function update(now) {
     const node = now.node;
     role.className = `role ${now.role}`;
     write(role, now.role);
-    write(model, node ? [node.model, node.ranks > 1 ? `${node.ranks} ranks` : ""].filter(Boolean).join(" · ") : "");
+    write(model, node ? [node.model, now.ranks > 1 ? `${now.ranks} ranks` : ""].filter(Boolean).join(" · ") : "");
     state.className = `chip ${GOOD.includes(now.state) ? "good" : WARN.includes(now.state) ? "warn" : "bad"}`;
     write(state, now.state.replace("_", " "));
+    ranks.hidden = !now.alive || now.ranks_alive === now.ranks;
+    write(ranks, `${now.ranks_alive} of ${now.ranks} ranks`);
     const silent = now.alive && now.node_age_s > 4 ? `no word for ${seconds(now.node_age_s)}` : "";
     write(reason, now.reason || now.breaker?.reason || silent);
     write(load, now.alive ? `${count(now.requests)} ${now.requests === 1 ? "leg" : "legs"}` : "–");
@@ -230,10 +235,15 @@ function drawLine(line, request) {
   line.replaceChildren(...bars);
 }
 
+/** An id that the router has made is told from others by what comes behind its prefix. */
+function short(id) {
+  const own = id.replace(/^(chatcmpl-|cmpl-)(?=.)/, "");
+  return own.length > 18 ? `${own.slice(0, 15)}…` : own;
+}
+
 function requestRow(request) {
   const id = request.id, details = h("tr", { role: "row", class: "details", id: `details-${made++}` });
-  const more = h("button", { class: "more mono", type: "button", "aria-controls": details.id, onclick: toggle },
-    id.length > 18 ? `${id.slice(0, 15)}…` : id);
+  const more = h("button", { class: "more mono", type: "button", "aria-controls": details.id, onclick: toggle }, short(id));
   more.title = id;
   const began = h("span", {}, new Date(request.began_at * 1000).toLocaleTimeString("en-GB"));
   const result = h("span", {}), tokens = h("span", {}), total = h("span", {});
@@ -252,7 +262,7 @@ function requestRow(request) {
     const kind = now.running ? "quiet" : now.code === "ok" ? "good" : GONE.includes(now.code) ? "warn" : "bad";
     result.className = `chip ${kind}`;
     write(result, now.running && now.opened_s === null ? "waiting" : now.code.replaceAll("_", " "));
-    write(tokens, now.running ? "–" : `${count(now.prompt_tokens)} → ${count(now.completion_tokens)}`);
+    write(tokens, now.running || !(now.prompt_tokens + now.completion_tokens) ? "–" : `${count(now.prompt_tokens)} → ${count(now.completion_tokens)}`);
     write(total, seconds(now.e2e_s));
     drawLine(line, now);
     const open = expanded.has(key(now));
@@ -352,6 +362,8 @@ function showHealth(status) {
   $("health").className = `chip ${kind}`;
   write($("health"), text);
   write($("facts"), `version ${status.version} · up ${uptime(Math.floor(status.uptime_s))}`);
+  const adding = `no workers yet: start nodes with --router ${location.origin}, or tell the router of them by POST /workers or --prefill and --decode`;
+  if (!status.workers.length) status = { ...status, why_not: adding };
   const trouble = [status.serving || status.draining ? "" : status.why_not, ...status.mismatches].filter(Boolean).join(" · ");
   write($("trouble"), trouble);
   $("trouble").hidden = !trouble;
@@ -363,11 +375,15 @@ let heard = null, paused = false, timer = null, asking = false, again = false, w
 
 class NeedsKey extends Error {}
 
-async function ask() {
+function get(path) {
   const key = sessionStorage.getItem(KEY);
-  const response = await fetch(`status.json?requests=${chosen()}`, {
+  return fetch(path, {
     headers: key ? { authorization: `Bearer ${key}` } : {}, signal: AbortSignal.timeout(LIMIT_MS), cache: "no-store",
   });
+}
+
+async function ask() {
+  const key = sessionStorage.getItem(KEY), response = await get(`status.json?requests=${chosen()}`);
   if (response.status === 401 || response.status === 403) throw new NeedsKey(key ? "refused" : "none");
   if (!response.ok) throw new Error(`status ${response.status}`);
   return response.json();
@@ -398,7 +414,7 @@ function demandKey(why) {
   $("content").hidden = true;
   const first = $("ask").hidden;
   $("ask").hidden = false;
-  $("forget").hidden = true;
+  $("forget").hidden = $("links").hidden = true;
   if (why === "refused") {
     sessionStorage.removeItem(KEY);
     $("ask-why").className = "bad";
@@ -417,7 +433,7 @@ async function tick() {
     const status = await ask();
     heard = new Date();
     $("ask").hidden = true;
-    $("content").hidden = false;
+    $("content").hidden = $("links").hidden = false;
     $("forget").hidden = !sessionStorage.getItem(KEY);
     setStale(false);
     show(status);
@@ -443,6 +459,23 @@ $("ask-form").addEventListener("submit", (event) => {
   $("key").value = "";
   tick();
 });
+// A link cannot take the key along.
+$("links").addEventListener("click", async (event) => {
+  const link = event.target.closest("a");
+  if (!link || !sessionStorage.getItem(KEY)) return;
+  event.preventDefault();
+  write($("raw-title"), link.textContent);
+  write($("raw-text"), "…");
+  $("raw").showModal();
+  try {
+    const response = await get(link.getAttribute("href")), text = await response.text();
+    const isJson = response.headers.get("content-type")?.includes("json");
+    write($("raw-text"), isJson ? JSON.stringify(JSON.parse(text), null, 2) : text);
+  } catch (error) {
+    write($("raw-text"), `The router does not answer: ${error.message}`);
+  }
+});
+$("raw-close").addEventListener("click", () => $("raw").close());
 $("forget").addEventListener("click", () => { sessionStorage.removeItem(KEY); tick(); });
 for (const input of document.querySelectorAll("input[name=filter]")) {
   input.addEventListener("change", () => tick());

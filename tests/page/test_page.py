@@ -214,6 +214,76 @@ CONTRAST = """() => {
 
 
 @contextmanager
+def told(browser: Any, served: Stack, changes: dict[str, Any], **settings: Any) -> Iterator[Any]:
+    """The page of a router that says this besides what it really says."""
+    said = httpx.get(f"{served.router.url}/status.json").json() | changes
+    with opened(browser, served.router.url, **settings) as page:
+        page.route("**/status.json*", lambda route: route.fulfill(json=said))
+        page.reload()
+        yield page
+
+
+def test_a_router_that_has_just_begun_says_how_to_add_a_worker(browser: Any, served: Stack) -> None:
+    totals = httpx.get(f"{served.router.url}/status.json").json()["totals"] | {"prompt_tokens": 0, "cached_tokens": 0}
+    nothing = {"workers": [], "requests": [], "serving": False, "why_not": "no prefill worker is alive"}
+    with told(browser, served, nothing | {"totals": totals}) as page:
+        expect(page.locator("#trouble")).to_contain_text(
+            f"no workers yet: start nodes with --router {served.router.url}"
+        )
+        expect(page.locator("#trouble")).to_contain_text("POST /workers")
+        expect(page.locator(".tile", has_text="Prompt tokens cached").locator(".value")).to_have_text("–")
+
+
+def test_a_line_is_drawn_from_two_points_on(browser: Any, served: Stack) -> None:
+    said = httpx.get(f"{served.router.url}/status.json").json()
+    asked, times = [0], 2  # of two times comes one rate
+
+    def answer(route: Any) -> None:
+        asked[0] += 1
+        route.fulfill(json=said | {"now": said["now"] + min(asked[0], times)})
+
+    with opened(browser, served.router.url) as page:
+        page.route("**/status.json*", answer)
+        page.reload()
+        line = page.locator(".tile polyline").first
+        for _ in range(3):
+            with page.expect_response("**/status.json*"):
+                """The next one."""
+        assert asked[0] >= 3 and line.get_attribute("points") is None
+        times = 9
+        expect(line).to_have_attribute("points", re.compile("^58,.* 59,"))
+
+
+def test_ranks_that_are_dead_are_shown(browser: Any, served: Stack) -> None:
+    workers = httpx.get(f"{served.router.url}/status.json").json()["workers"]
+    assert [(worker["ranks"], worker["ranks_alive"]) for worker in workers] == [(1, 1), (1, 1)]
+    workers[1] |= {"ranks": 2}
+    with told(browser, served, {"workers": workers}) as page:
+        whole, half = page.locator("#workers tr").all()
+        expect(half.locator(".chip.warn")).to_have_text("1 of 2 ranks")
+        expect(whole.locator(".chip.warn")).to_be_hidden()
+
+
+def test_an_id_keeps_its_line_beside_a_long_result(browser: Any, served: Stack) -> None:
+    assert ask(served.router.url).status_code == 200
+    request = httpx.get(f"{served.router.url}/status.json").json()["requests"][0]
+    failed = request | {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "code": "context_length_exceeded"}
+    running = request | {"id": "cmpl-", "running": True, "timing": None, "code": "running", "began_at": 0}
+    with told(browser, served, {"requests": [failed, running]}, viewport={"width": 375, "height": 700}) as page:
+        button = page.get_by_role("button", name="0123456789abcde…")
+        expect(button).to_have_attribute("title", failed["id"])
+        assert button.bounding_box()["height"] < 34
+        badge = page.get_by_text("context length exceeded")
+        assert badge.bounding_box()["height"] < 30 and badge.bounding_box()["y"] > button.bounding_box()["y"]
+        expect(page.get_by_role("button", name="cmpl-", exact=True)).to_be_visible()
+        colours = [
+            page.locator(f".legend .p-{name}").evaluate("(e) => getComputedStyle(e).backgroundImage")
+            for name in ("running", "failed")
+        ]
+        assert all("repeating-linear-gradient" in colour for colour in colours) and colours[0] != colours[1]
+
+
+@contextmanager
 def lone_router(served: Stack, folder: Path, *extra: str) -> Iterator[Server]:
     """Another router of the same nodes."""
     port = free_port()
@@ -254,6 +324,7 @@ def test_with_keys_it_asks_for_one(browser: Any, served: Stack, tmp_path: Path) 
         field = page.get_by_label("Admin key")
         expect(field).to_be_focused()
         expect(page.locator("#content")).to_be_hidden()
+        expect(page.get_by_role("link", name="Metrics")).to_be_hidden()
         field.fill(USER)
         page.keyboard.press("Enter")
         expect(page.locator("#ask")).to_contain_text("This key was refused")
@@ -262,6 +333,18 @@ def test_with_keys_it_asks_for_one(browser: Any, served: Stack, tmp_path: Path) 
         expect(page.locator("#workers tr")).to_have_count(2)
         page.reload()
         expect(page.locator("#workers tr")).to_have_count(2)
+        raw, address = page.get_by_role("dialog"), page.url
+        for name, said in (("Metrics", "# TYPE tandem_router_requests"), ("Requests as JSON", '"kept": 250')):
+            page.get_by_role("link", name=name).click()
+            expect(raw.get_by_role("heading")).to_have_text(name)
+            expect(raw).to_contain_text(said)
+            page.keyboard.press("Escape")
+            expect(raw).to_be_hidden()
+        page.get_by_role("link", name="Status as JSON").click()
+        expect(raw).to_contain_text('"uptime_s"')
+        raw.get_by_role("button", name="Close").click()
+        expect(raw).to_be_hidden()
+        assert page.url == address
         assert ADMIN not in page.content() and page.evaluate("localStorage.length") == 0
         page.get_by_role("button", name="Forget the key").click()
         expect(field).to_be_focused()
