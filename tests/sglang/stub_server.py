@@ -27,10 +27,15 @@ VERSION = os.environ.get("STUB_VERSION", "0.5.17")
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=True)
-    for flag in ("--model-path", "--host", "--served-model-name", "--chat-template", "--dtype", "--mamba-ssm-dtype"):
+    for flag in ("--model-path", "--served-model-name", "--chat-template", "--dtype", "--mamba-ssm-dtype"):
         parser.add_argument(flag)
     for flag in ("--load-format", "--log-level", "--ssl-certfile", "--ssl-keyfile", "--device"):
         parser.add_argument(flag)
+    for flag in ("--grammar-backend", "--mem-fraction-static"):
+        parser.add_argument(flag)
+    parser.add_argument("--skip-tokenizer-init", action="store_true")
+    parser.add_argument("--cuda-graph-bs-decode", nargs="+")
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--disaggregation-mode", default="null", choices=["null", "prefill", "decode"])
     parser.add_argument("--disaggregation-transfer-backend", choices=["mooncake", "mooncake_tcp", "nixl"])
