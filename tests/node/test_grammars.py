@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
 import pytest
 import pytest_asyncio
+import uvloop
 
 from common.config import Role
 from common.errors import CapacityError, RequestError
@@ -58,9 +60,32 @@ async def checker() -> AsyncIterator[GrammarChecker]:
     await checker.close()
 
 
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "NUM_PROCESSES", 1)
+
+
+@pytest_asyncio.fixture
+async def single(one_process: None) -> AsyncIterator[GrammarChecker]:
+    """With one process, for tests that stop it."""
+    checker = GrammarChecker(SETTINGS)
+    yield checker
+    await checker.close()
+
+
+def pids_of(checker: GrammarChecker) -> list[int]:
+    return [p._process.pid for p in checker._processes if p._process is not None]
+
+
 def pid_of(checker: GrammarChecker) -> int:
-    assert checker._process is not None
-    return checker._process.pid
+    (pid,) = pids_of(checker)
+    return pid
+
+
+async def until_asked(checker: GrammarChecker) -> None:
+    async with asyncio.timeout(20):
+        while not checker._free.empty():  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0)
 
 
 async def refusal(checker: GrammarChecker, kind: str, text: str) -> RequestError:
@@ -88,8 +113,8 @@ async def test_a_giant_is_refused_in_bounded_time_and_the_next_one_is_checked(
     begin_s = psutil.Process().cpu_times().children_user
     error = await refusal(checker, *GIANTS[name])
     assert len(error.message) < 1000
-    process = checker._process
-    assert (await refusal(checker, *GIANTS[name])).message == error.message and checker._process is process
+    pids = pids_of(checker)
+    assert (await refusal(checker, *GIANTS[name])).message == error.message and pids_of(checker) == pids
     assert await checker.check(source("regex", "[0-9]+"))
     await checker.close()
     assert psutil.Process().cpu_times().children_user - begin_s < 2 * CPU_S + 2, "of processor time, starts included"
@@ -98,7 +123,7 @@ async def test_a_giant_is_refused_in_bounded_time_and_the_next_one_is_checked(
 async def test_what_is_remembered_is_bounded(checker: GrammarChecker) -> None:
     for n in range(MAX_REMEMBERED + 5):
         await checker.check(source("regex", f"a{n}"))
-    assert len(checker._verdicts) == MAX_REMEMBERED
+    assert len(checker._good) == MAX_REMEMBERED
 
 
 async def test_many_at_once_get_their_own_answers(checker: GrammarChecker) -> None:
@@ -107,61 +132,114 @@ async def test_many_at_once_get_their_own_answers(checker: GrammarChecker) -> No
     assert all(f"{{{n}}}" in answer for n, answer in enumerate(found))
 
 
-async def test_a_request_that_is_given_up_leaves_no_answer_for_the_next(checker: GrammarChecker) -> None:
-    await checker.check(source("regex", "warm"))
-    os.kill(pid_of(checker), signal.SIGSTOP)
-    given_up = asyncio.create_task(checker.check(source("regex", "first")))
-    await asyncio.sleep(0)
-    assert checker._lock.locked(), "it has asked"
+async def test_bad_grammars_do_not_push_good_ones_out(checker: GrammarChecker) -> None:
+    await checker.check(source("regex", "good"))
+    for n in range(MAX_REMEMBERED + 5):
+        await refusal(checker, "regex", f"[{n}")
+    assert ("regex", "good") in checker._good and len(checker._refused) == MAX_REMEMBERED
+
+
+async def test_a_request_that_is_given_up_leaves_no_answer_for_the_next(single: GrammarChecker) -> None:
+    await single.check(source("regex", "warm"))
+    os.kill(pid_of(single), signal.SIGSTOP)
+    given_up = asyncio.create_task(single.check(source("regex", "first")))
+    await until_asked(single)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
         await given_up
-    assert "second" in await checker.check(source("regex", "second"))
+    assert "second" in await single.check(source("regex", "second"))
 
 
-async def test_a_process_that_says_nothing_is_replaced(
-    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await checker.check(source("regex", "warm"))
-    os.kill(pid_of(checker), signal.SIGSTOP)
+async def test_a_process_that_says_nothing_is_replaced(single: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    await single.check(source("regex", "warm"))
+    os.kill(pid_of(single), signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(grammars, "ANSWER_S", 0.1)
         with pytest.raises(CapacityError):
-            await checker.check(source("regex", "a"))
-    assert await checker.check(source("regex", "a"))
+            await single.check(source("regex", "a"))
+    assert await single.check(source("regex", "a"))
 
 
-async def test_a_process_that_is_killed_says_nothing_about_the_grammar(checker: GrammarChecker) -> None:
-    await checker.check(source("regex", "warm"))
-    os.kill(pid_of(checker), signal.SIGSTOP)
-    asked = asyncio.create_task(checker.check(source("regex", "a")))
-    await asyncio.sleep(0)
-    os.kill(pid_of(checker), signal.SIGKILL)
+async def test_a_process_that_is_killed_costs_nobody_an_answer(single: GrammarChecker) -> None:
+    await single.check(source("regex", "warm"))
+    for n in range(3):  # while nobody asks
+        os.kill(pid_of(single), signal.SIGKILL)
+        psutil.wait_procs([psutil.Process(pid_of(single))], timeout=0.2)
+        assert await single.check(source("regex", f"idle{n}"))
+    os.kill(pid_of(single), signal.SIGSTOP)  # while it is asked
+    asked = asyncio.create_task(single.check(source("regex", "a")))
+    await until_asked(single)
+    os.kill(pid_of(single), signal.SIGKILL)
+    assert await asked
+
+
+async def test_uvloop_too_finds_that_the_process_is_gone(one_process: None) -> None:
+    async def kill_and_ask() -> None:
+        checker = GrammarChecker(SETTINGS)
+        for pause_s in (0.0, 0.2):
+            await checker.check(source("regex", f"warm{pause_s}"))
+            os.kill(pid_of(checker), signal.SIGKILL)
+            await asyncio.sleep(pause_s)
+            assert await checker.check(source("regex", f"a{pause_s}"))
+        await checker.close()
+
+    await asyncio.to_thread(uvloop.run, kill_and_ask())
+
+
+async def test_a_process_that_dies_every_time_ends_the_tries(
+    single: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/true")
     with pytest.raises(CapacityError):
-        await asked
-    assert await checker.check(source("regex", "a"))
+        await single.check(source("regex", "a"))
+    monkeypatch.setattr(sys, "executable", "/no/such/program")
+    with pytest.raises(CapacityError):
+        await single.check(source("regex", "a"))
 
 
 async def test_who_waits_too_long_in_line_is_told_to_come_again(
-    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+    single: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await checker.check(source("regex", "warm"))
-    os.kill(pid_of(checker), signal.SIGSTOP)
-    first = asyncio.create_task(checker.check(source("regex", "first")))
-    await asyncio.sleep(0)
+    await single.check(source("regex", "warm"))
+    os.kill(pid_of(single), signal.SIGSTOP)
+    first = asyncio.create_task(single.check(source("regex", "first")))
+    await until_asked(single)
     with monkeypatch.context() as patch:
         patch.setattr(grammars, "LINE_S", 0.05)
-        with pytest.raises(CapacityError) as caught:
-            await checker.check(source("regex", "second"))
-    assert caught.value.retryable
-    os.kill(pid_of(checker), signal.SIGCONT)
+        for text in ("second", "first"):  # the same one waits for that answer
+            with pytest.raises(CapacityError) as caught:
+                await single.check(source("regex", text))
+            assert caught.value.retryable
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars, "MAX_WAITING", 0)
+        with pytest.raises(CapacityError, match="wait to be checked"):
+            await single.check(source("regex", "third"))
+    os.kill(pid_of(single), signal.SIGCONT)
     assert "first" in await first
-    assert "second" in await checker.check(source("regex", "second")), "the line goes on"
+    assert "second" in await single.check(source("regex", "second")), "the line goes on"
+
+
+async def test_one_that_takes_long_holds_nobody_up(checker: GrammarChecker) -> None:
+    await checker.check(source("regex", "warm"))
+    os.kill(pid_of(checker), signal.SIGSTOP)
+    stuck = asyncio.create_task(checker.check(source("regex", "stuck")))
+    await asyncio.sleep(0)
+    assert "quick" in await checker.check(source("regex", "quick"))
+    assert not stuck.done() and len(pids_of(checker)) == 2
+    stuck.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stuck
+
+
+async def test_the_same_grammar_of_many_is_tried_once(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_WAITING", 0)
+    found = await asyncio.gather(*(checker.check(source("regex", "same")) for _ in range(100)))
+    assert len(set(found)) == 1 and len(pids_of(checker)) == 1
 
 
 async def test_nothing_stays_behind() -> None:
+    await GrammarChecker(SETTINGS).close()
     checker = GrammarChecker(SETTINGS)
-    await checker.close()
     await checker.check(source("regex", "a"))
     process = psutil.Process(pid_of(checker))
     await checker.close()
