@@ -110,8 +110,14 @@ class AccessError(ServingError):
     type, default_code, status = "access_error", "invalid_api_key", 401
 
 
-_KINDS = (ConfigError, RequestError, CapacityError, WorkerError, TransferError, AbortedError, AccessError)
+_KINDS = (ConfigError, RequestError, CapacityError, WorkerError, TransferError, AbortedError, AccessError, ServingError)
 _BY_TYPE: dict[str, type[ServingError]] = {cls.type: cls for cls in _KINDS}
+
+
+def status_of(type_: str | None) -> int | None:
+    """The HTTP status of errors of this type, unless they say another; None for a type that is not ours."""
+    cls = _BY_TYPE.get(type_ or "")
+    return None if cls is None else cls.status
 
 
 def from_record(record: ErrorRecord) -> ServingError:

@@ -11,6 +11,8 @@ import msgspec
 
 from common.errors import RequestError
 
+BAD_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading JSON of others raises: not JSON, of another form, not UTF-8, nested without end."""
 MAX_DEPTH = 128
 """Of lists and objects in each other: whoever walks through a body, and a writer of JSON too, needs stack for each."""
 
@@ -19,7 +21,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a request body. NaN and Infinity are no JSON: the message names the field that holds one."""
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except BAD_JSON as error:
         _refuse_json(body, error)
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {type(value).__name__}", code="invalid_json")

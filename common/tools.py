@@ -262,7 +262,7 @@ def _read_calls(body: str, names: frozenset[str]) -> list[tuple[str, str]] | Non
     try:
         found = msgspec.json.decode(body, type=_Call | list[_Call])
         calls = [(call.name, _arguments(call.arguments)) for call in (found if isinstance(found, list) else [found])]
-    except (msgspec.DecodeError, UnicodeError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
     return calls if calls and all(name in names for name, _ in calls) else None
 
@@ -279,7 +279,7 @@ def _arguments(raw: msgspec.Raw) -> str:
 def _is_cut(body: str) -> bool:
     try:
         msgspec.json.decode(body, type=msgspec.Raw)
-    except (msgspec.DecodeError, UnicodeError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         return "truncated" in str(error)
     return False
 

@@ -17,6 +17,7 @@ import msgspec
 
 from common.config import Role, ServerConfig
 from common.errors import ConfigError
+from common.json_body import BAD_JSON
 from common.keys import admin_key
 from common.tls import client_context
 from common.urls import url_host, url_of
@@ -173,7 +174,7 @@ class _Said(msgspec.Struct):
 def _said(answer: httpx.Response) -> _Said:
     try:
         return msgspec.json.decode(answer.content, type=_Said)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except BAD_JSON:
         return _Said()
 
 

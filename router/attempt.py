@@ -109,7 +109,7 @@ class Attempt:
                 self._sent.finals += read_finals(whole)
         if error:
             data = split_events(error)[0].removeprefix(b"data:").strip()
-            raise self._decode_leg.refused(502, "application/json", data)
+            raise self._decode_leg.refused(None, "application/json", data)
 
     async def _prompt_logprobs(self) -> Merger:
         answered: Answered = await asyncio.shield(self._prefill)

@@ -35,6 +35,7 @@ _PARTNER_GONE = frozenset({"peer_lost", "peer_silent", "peer_unreachable"})
 _BETWEEN = frozenset({TransferError.type, ConfigError.type})
 """Types of errors between two workers; whoever says so may be innocent. So with the code of a handshake in vain."""
 _NO_HANDSHAKE = "bootstrap_timeout"
+_LONG = "worker_timeout"
 
 
 class BreakerState(enum.StrEnum):
@@ -158,11 +159,14 @@ def guilty_leg(leg: Leg, outcome: LegOutcome) -> Leg | None:
     """Whose worker is to blame for how this leg ended; None: nobody's.
 
     A rank that has lost its peer accuses the peer. That of several ranks of a worker one is gone is nobody's fault: the
-    others serve on. Where a hand-off failed and both live, it is the worker of the two
-    that has gone longer without anything going well; the other one has been well with others since.
+    others serve on. A long silence of one that answers its health checks was a long answer. Where a hand-off failed
+    and both live, it is the worker of the two that has gone longer without anything going well; the other one has been
+    well with others since.
     """
     is_failure = outcome.end in (LegEnd.WORKER_ERROR, LegEnd.LOST)
     if not is_failure or outcome.code in _LEAVES or outcome.kind == _FULL:
+        return None
+    if outcome.code == _LONG and leg.worker.unanswered == 0:
         return None
     partner = leg.partner
     if outcome.code in _RANK_GONE and len(leg.worker.targets) > 1:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import AccessError, RequestError, WorkerError
-from common.json_body import decode_object
+from common.json_body import BAD_JSON, decode_object
 from router.guard import terms_of
 from router.siblings import Answers
 from router.state import Router
@@ -44,7 +44,7 @@ class Said:
     def payload(self) -> dict[str, Any]:
         try:
             found = msgspec.json.decode(self.body)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except BAD_JSON:
             return {}
         return found if isinstance(found, dict) else {}
 

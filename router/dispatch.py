@@ -26,6 +26,7 @@ from starlette.types import Receive, Send
 
 from common.config import RouterConfig
 from common.errors import AbortedError, RequestError, ServingError, WorkerError
+from common.json_body import BAD_JSON
 from router.admission import Admission, Terms, Turn, deadline
 from router.affinity import Affinity
 from router.attempt import Attempt
@@ -352,7 +353,8 @@ class Exchange:
     def _cause(self, failure: LegFailed) -> LegFailed:
         """That a node cannot go on with an answer is no fault of the request: what made it move is told instead."""
         moved_after = self._resumed_after
-        return moved_after if moved_after is not None and 400 <= failure.status < 499 else failure
+        cannot = 400 <= failure.status < 499 and not failure.in_stream
+        return moved_after if moved_after is not None and cannot else failure
 
     async def _tell(self, failure: LegFailed) -> None:
         self._record.on_error(failure.code, failure.status)
@@ -368,7 +370,7 @@ class Exchange:
 
 def _error_object(failure: LegFailed) -> bytes:
     """The failure as one line of JSON of our error shape, whatever the worker wrote."""
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+    with contextlib.suppress(*BAD_JSON):
         found = msgspec.json.decode(failure.body)
         if isinstance(found, dict) and isinstance(found.get("error"), dict):
             return msgspec.json.encode(found)

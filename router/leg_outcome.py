@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from common.errors import AbortedError, RequestError
+
 
 class LegEnd(enum.StrEnum):
     """OK: a whole answer. CLIENT_ERROR: the worker refused the request (4xx). WORKER_ERROR: it failed (5xx, or an error
@@ -34,8 +36,11 @@ class LegOutcome:
     kind: str | None = None
 
 
-def end_of(status: int) -> LegEnd:
-    """What an error status of a worker says. 499: the request was ended on purpose."""
-    if status == 499:
+def end_of(status: int, kind: str | None = None) -> LegEnd:
+    """What an error of a worker says, in a head or in a stream. Its kind counts, where it has one of ours, and its
+    status otherwise. 499: the request was ended on purpose."""
+    if status == 499 or kind == AbortedError.type:
         return LegEnd.ABORTED
+    if kind == RequestError.type:
+        return LegEnd.CLIENT_ERROR
     return LegEnd.CLIENT_ERROR if status < 500 else LegEnd.WORKER_ERROR

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.errors import ServingError, WorkerError
+from common.errors import ServingError, WorkerError, status_of
+from common.json_body import BAD_JSON
 from router.client import LOST, REFUSED, REFUSED_KEY, UNREACHABLE, Answer, Network
 from router.leg_outcome import LegEnd, LegOutcome, end_of
 from router.loads import Share
@@ -29,9 +30,17 @@ _NEVER_AGAIN = frozenset(
 
 
 class _Error(msgspec.Struct):
+    """code: an SGLang server's is an HTTP status."""
+
     type: str | None = None
-    code: str | None = None
+    code: str | int | None = None
     retryable: bool = False
+
+    @property
+    def status(self) -> int:
+        """Where no head tells one: in a stream. 502: it does not say."""
+        told = self.code if isinstance(self.code, int) else status_of(self.type)
+        return told if told is not None and 400 <= told <= 599 else 502
 
 
 class _Body(msgspec.Struct):
@@ -39,15 +48,18 @@ class _Body(msgspec.Struct):
 
 
 class LegFailed(Exception):  # noqa: N818 - names a state of the leg; the answer in it is the worker's, not ours
-    """What the client gets in place of an answer: status, content type and body."""
+    """What the client gets in place of an answer: status, content type and body. status: None of an error in a stream
+    (`in_stream`), which says itself what it is."""
 
-    def __init__(self, status: int, content_type: str, body: bytes) -> None:
-        super().__init__(f"status {status}")
-        self.status = status
+    def __init__(self, status: int | None, content_type: str, body: bytes) -> None:
+        error = _read(body)
+        self.in_stream = status is None
+        self.status = error.status if status is None else status
+        super().__init__(f"status {self.status}")
         self.content_type = content_type
         self.body = body
-        error = _read(body)
-        self.code, self.kind, self._retryable = error.code, error.type, error.retryable
+        self.code = error.code if isinstance(error.code, str) else None
+        self.kind, self._retryable = error.type, error.retryable
 
     @classmethod
     def of(cls, error: ServingError) -> LegFailed:
@@ -64,7 +76,7 @@ def _read(body: bytes) -> _Error:
     """What an error's body says; nothing when it has another shape."""
     try:
         return msgspec.json.decode(body, type=_Body).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except BAD_JSON:
         return _Error()
 
 
@@ -159,12 +171,15 @@ class Leg:
             self.open = False
         return chunk
 
-    def refused(self, status: int, content_type: str, body: bytes) -> LegFailed:
-        """The worker has ended this leg with an error of its own."""
+    def refused(self, status: int | None, content_type: str, body: bytes) -> LegFailed:
+        """The worker has ended this leg with an error of its own. status: None of one in its stream."""
         self.open = False
-        failure = LegFailed(status if 400 <= status <= 599 else 502, content_type, body)
+        failure = LegFailed(status, content_type, body)
+        if not 400 <= failure.status <= 599:
+            what = f"{self.worker.role.value} worker: status {status} is no answer"
+            failure = LegFailed.of(WorkerError(what, code="bad_answer", status=502))
         self.workers.on_error(self.worker, failure.status)
-        self.end(end_of(failure.status), failure.code, failure.kind)
+        self.end(end_of(failure.status, failure.kind), failure.code, failure.kind)
         return failure
 
     def lost(self, error: WorkerError) -> LegFailed:
@@ -212,7 +227,7 @@ def _has_ended(status: int, body: bytes) -> bool:
     """Our nodes say whether the request has really ended; of others the acknowledgement has to do."""
     try:
         return status == 200 and msgspec.json.decode(body, type=_Aborted).ended
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except BAD_JSON:
         return status == 200
 
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Raw
 
 from common.errors import RequestError, WorkerError
+from common.json_body import BAD_JSON
 from router.request import GENERATE
 
 _FIELDS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
@@ -149,5 +150,5 @@ def _parts(meta: _PromptMeta | None) -> dict[str, bytes]:
 def _decode(body: bytes | Raw, kind: Any) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except BAD_JSON as error:
         raise WorkerError("a worker's answer makes no sense", code="bad_answer", status=502) from error

@@ -23,6 +23,7 @@ import msgspec
 
 from common.errors import ServingError
 from common.histogram import TOKENS, Histogram
+from common.json_body import BAD_JSON
 from common.tracing import Tracing
 from router.events import split_events
 from router.trace import RequestTrace
@@ -91,7 +92,7 @@ def read_answer(body: bytes) -> list[Meta]:
         return []
     try:
         found = _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except BAD_JSON:
         return []
     return [meta for each in (found if isinstance(found, list) else [found]) if (meta := _meta(each)) is not None]
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Send
 
+from common.json_body import BAD_JSON
 from router.events import split_events
 from router.logprobs import Merger
 from router.record import Meta
@@ -129,7 +130,7 @@ class Sent:
 def _object(data: bytes) -> dict[str, Any] | None:
     try:
         found = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except BAD_JSON:
         return None
     return found if isinstance(found, dict) else None
 

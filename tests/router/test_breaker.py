@@ -174,7 +174,6 @@ def outcome(end: LegEnd, code: str | None, kind: str = "worker_error") -> LegOut
         (LegEnd.WORKER_ERROR, None, "self"),
         (LegEnd.LOST, "worker_lost", "self"),
         (LegEnd.LOST, "worker_silent", "self"),
-        (LegEnd.LOST, "worker_timeout", "self"),
         (LegEnd.WORKER_ERROR, "peer_lost", "partner"),
         (LegEnd.WORKER_ERROR, "peer_silent", "partner"),
         (LegEnd.WORKER_ERROR, "peer_unreachable", "partner"),
@@ -185,6 +184,13 @@ def test_who_is_to_blame(end: LegEnd, code: str | None, guilty: str | None) -> N
     leg.partner = FakeLeg(partner=leg)
     named = {"self": leg, "partner": leg.partner, None: None}
     assert guilty_leg(leg, outcome(end, code)) is named[guilty]
+
+
+def test_a_long_silence_counts_where_health_checks_are_not_answered_either() -> None:
+    leg: Any = FakeLeg()
+    assert guilty_leg(leg, outcome(LegEnd.LOST, "worker_timeout")) is None
+    leg.worker.unanswered = 1
+    assert guilty_leg(leg, outcome(LegEnd.LOST, "worker_timeout")) is leg
 
 
 @pytest.mark.parametrize("code", ["rank_died", "rank_silent"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -83,6 +84,71 @@ async def test_a_refusal(
     decode.script, prefill.script = fails(status, ERROR), never
     assert (await router.generate()).status_code == status
     assert await ended(router, seen) == [("decode", expected, "rank_died"), ("prefill", "aborted", None)]
+
+
+ENDS = {
+    "invalid_request_error": (400, "client_error"),
+    "capacity_error": (503, "worker_error"),
+    "worker_error": (503, "worker_error"),
+    "transfer_error": (502, "worker_error"),
+    "aborted_error": (499, "aborted"),
+    "config_error": (500, "worker_error"),
+    "serving_error": (500, "worker_error"),
+}
+"""Of docs/operations.md, but for access_error, which is the router's own fault."""
+
+
+def error_of(kind: str) -> bytes:
+    return json.dumps({"error": {"message": "m", "type": kind, "code": "why", "retryable": False}}).encode()
+
+
+@pytest.mark.parametrize("kind", ENDS)
+async def test_the_kind_of_an_error_decides_in_a_head_and_in_a_stream(
+    router: RunningRouter, seen: Seen, decode: MockWorker, kind: str
+) -> None:
+    status, end = ENDS[kind]
+    breaker = router.state.workers.decode[0].breaker
+    decode.script = fails(status, error_of(kind))
+    assert (await router.generate()).status_code == status
+    assert ("decode", end, "why") in await ended(router, seen)
+    bad = breaker.describe()["failures_in_a_row"]
+    assert bad == (end == "worker_error" and kind != "capacity_error")
+
+    for events in ([], [event(answer_object(finish_reason=None))]):  # before the first token, and after it
+        seen.ends.clear()
+        seen.begun.clear()
+        breaker.reset()
+        decode.script = streams(*events, event(error_of(kind)), event(b"[DONE]"))
+        answer = await router.generate(stream=True)
+        assert answer.status_code == (200 if events else status) and b'"why"' in answer.content
+        assert ("decode", end, "why") in await ended(router, seen)
+        assert breaker.describe()["failures_in_a_row"] == bad
+
+
+@pytest.mark.parametrize(("status", "kind"), [(504, "aborted_error"), (503, "invalid_request_error")])
+async def test_an_unusual_status_changes_nothing(
+    router: RunningRouter, seen: Seen, decode: MockWorker, status: int, kind: str
+) -> None:
+    decode.script = fails(status, error_of(kind))
+    assert (await router.generate()).status_code == status
+    assert ("decode", ENDS[kind][1], "why") in await ended(router, seen)
+
+
+async def test_an_error_of_sglang_in_a_stream_has_its_status_for_a_code(
+    router: RunningRouter, seen: Seen, decode: MockWorker
+) -> None:
+    error = b'{"error": {"object": "error", "message": "m", "type": "BadRequestError", "param": null, "code": 400}}'
+    decode.script = streams(event(error), event(b"[DONE]"))
+    assert (await router.generate(stream=True)).status_code == 400
+    assert ("decode", "client_error", None) in await ended(router, seen)
+
+
+@pytest.mark.parametrize("status", [204, 301, 999])
+async def test_a_status_that_is_no_answer(router: RunningRouter, seen: Seen, decode: MockWorker, status: int) -> None:
+    decode.script = fails(status, b"")
+    answer = await router.generate()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "bad_answer")
+    assert ("decode", "worker_error", "bad_answer") in await ended(router, seen)
 
 
 async def test_an_error_in_a_stream(router: RunningRouter, seen: Seen, decode: MockWorker) -> None:
