@@ -62,7 +62,7 @@ class ServingNode:
     client: RankClient
     bootstrap_port: int | None
     grammars: GrammarChecker
-    change_role: Callable[[Role], None]
+    change_role: Callable[[Role], bool]
     chat_template: ChatTemplate | None = None
     tracing: Tracing | None = None
     keys: KeyRing = field(default_factory=KeyRing)
@@ -278,10 +278,8 @@ def _add_control(app: FastAPI, node: ServingNode, generator: Generator) -> None:
     @app.post("/role")
     async def post_role(request: Request) -> Response:
         role = read_role(decode_object(await generator.read(request)))
-        if role is node.config.role:
-            return json_response({"role": role.value, "changing": False})
-        node.change_role(role)
-        return json_response({"role": role.value, "changing": True}, 202)
+        changing = node.change_role(role)
+        return json_response({"role": role.value, "changing": changing}, 202 if changing else 200)
 
     @app.post("/abort_request")
     async def abort_request(request: Request) -> Response:

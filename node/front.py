@@ -307,10 +307,12 @@ class _Front:
                 leaving.result()
             leaving.cancel()
 
-    def change_role(self, role: Role) -> None:
-        """Drain, and start again as a node of this role. Raises ServingError when that cannot be."""
+    def change_role(self, role: Role) -> bool:
+        """Drain, and start again as a node of this role. False when it has it. Raises ServingError when it cannot."""
         if self.draining.is_set():
             raise WorkerError("the node is draining", code="draining")
+        if role is self.config.role:
+            return False
         changed = check_role(self.config, role)
         try:
             _check_bootstrap_port(changed)
@@ -319,6 +321,7 @@ class _Front:
             raise cannot_change(error) from error
         log.info("the node drains to become a %s node", role.value)
         self.draining.set()
+        return True
 
     async def _drain(self, client: RankClient, server: uvicorn.Server) -> None:
         """Take nothing new, and wait until nothing runs and all answers are written, a second signal comes or the time

@@ -207,8 +207,9 @@ def ends_although_it_was_about_to_change(decode: Server) -> None:
         next(lines)
         changing = httpx.post(f"{decode.url}/role", json={"role": "prefill"}, timeout=10)
         assert changing.status_code == 202
-        again = httpx.post(f"{decode.url}/role", json={"role": "prefill"}, timeout=10)
-        assert (again.status_code, again.json()["error"]["code"]) == (503, "draining")
+        for role in ("prefill", "decode"):  # the one that it takes, and the one that it still has
+            again = httpx.post(f"{decode.url}/role", json={"role": role}, timeout=10)
+            assert (again.status_code, again.json()["error"]["code"]) == (503, "draining")
         decode.process.send_signal(signal.SIGTERM)
         assert list(lines)[-2] == "data: [DONE]"
     assert decode.process.wait(LIMIT_S) == 0
