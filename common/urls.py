@@ -14,6 +14,7 @@ def url_host(url: str) -> str | None:
     try:
         parts = urlsplit(url)
         port = parts.port
+        (parts.hostname or "").encode("idna")  # a name that could not be looked up
     except ValueError:
         return None
     is_server = parts.scheme in ("http", "https") and port != 0 and "@" not in parts.netloc

@@ -12,15 +12,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from common.config import Role, RouterConfig
 from common.errors import WorkerError
+from common.json_body import BAD_JSON
 from router.breaker import BreakerState, Verdict
 from router.client import REFUSED, REFUSED_KEY, UNREACHABLE, Network
 from router.loads import ask_all, read_loads, report_all
+from router.targets import MAX_RANKS
 from router.worker import ASKED, Source, Worker
 
 if TYPE_CHECKING:
@@ -76,7 +78,11 @@ class HealthChecks:
 
     async def _watch(self, worker: Worker) -> None:
         while worker in self._loops:
-            await self._check(worker)
+            try:
+                await self._check(worker)
+            except Exception as error:  # a fault of ours must not leave it unwatched for good
+                log.exception("the health check of %s worker %s failed", worker.role.value, worker.url)
+                self._mark_dead(worker, f"its health check failed: {type(error).__name__}")
             if 0 < worker.unanswered < _SILENT_AFTER:
                 continue
             if self._is_gone(worker):
@@ -202,20 +208,25 @@ def why_refused(fingerprint: str | None, required: str | None) -> str:
     return f"it has state layout {fingerprint}, --require-fingerprint is {required}"
 
 
-class ServerInfo(msgspec.Struct):
-    """Of a worker, as far as the router reads it. role, disaggregation_mode: the same, ours and SGLang's."""
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+_Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
-    fingerprint: str | None = None
-    handoff: str | None = None
+
+class ServerInfo(msgspec.Struct):
+    """Of a worker, as far as the router reads it; what exceeds these bounds makes no sense. role, disaggregation_mode:
+    the same, ours and SGLang's. A port of 0 is none."""
+
+    fingerprint: Name | None = None
+    handoff: Name | None = None
     resumes_answers: bool = False
-    role: str | None = None
-    disaggregation_mode: str | None = None
-    bootstrap_port: int | None = None
-    disaggregation_bootstrap_port: int | None = None
-    dp_size: int = 1
+    role: Name | None = None
+    disaggregation_mode: Name | None = None
+    bootstrap_port: _Port | None = None
+    disaggregation_bootstrap_port: _Port | None = None
+    dp_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
 
     def __post_init__(self) -> None:
-        self.bootstrap_port = self.bootstrap_port or self.disaggregation_bootstrap_port
+        self.bootstrap_port = self.bootstrap_port or self.disaggregation_bootstrap_port or None
 
     @property
     def says(self) -> str | None:
@@ -236,16 +247,16 @@ class ServerInfo(msgspec.Struct):
 def _server_info(body: bytes) -> ServerInfo:
     try:
         return msgspec.json.decode(body, type=ServerInfo)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except BAD_JSON:
         return ServerInfo()
 
 
 class _HealthError(msgspec.Struct):
-    code: str | None = None
+    code: Name | None = None
 
 
 class _Health(msgspec.Struct):
-    instance: str | None = None
+    instance: Name | None = None
     loads: msgspec.Raw = msgspec.Raw(b"[]")
     error: _HealthError | None = None
 
@@ -257,5 +268,5 @@ def _health(body: bytes) -> _Health:
     """Of a foreign worker nothing is known."""
     try:
         return msgspec.json.decode(body, type=_Health)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except BAD_JSON:
         return _Health()

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+
+from common.json_body import BAD_JSON
 
 if TYPE_CHECKING:
     from router.targets import Target
@@ -22,13 +24,17 @@ if TYPE_CHECKING:
 SEQUENCE_TOKENS = 256
 
 
+_Count = Annotated[int, msgspec.Meta(le=2**53)]
+"""What a float takes without loss."""
+
+
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a node tells of a rank, in `/health` and `/get_load`: sequences, and tokens of them. alive: takes them."""
 
     dp_rank: int = 0
     alive: bool = True
-    num_reqs: int = 0
-    num_tokens: int = 0
+    num_reqs: _Count = 0
+    num_tokens: _Count = 0
 
     @property
     def tokens(self) -> int:
@@ -106,7 +112,7 @@ def read_loads(body: bytes) -> list[RankLoad]:
     """What a worker says of its ranks; nothing when it has another shape."""
     try:
         return _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except BAD_JSON:
         return []
 
 

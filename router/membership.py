@@ -21,16 +21,15 @@ from common.config import Role, RouterConfig, WorkerAddress
 from common.errors import ConfigError, RequestError, WorkerError
 from common.refusals import check_known, refuse
 from common.urls import url_host
-from router.health import ServerInfo, why_refused
+from router.health import Name, ServerInfo, why_refused
 from router.state_file import Entry, Kept, StateFile
-from router.worker import ASKED, Source, Worker, make_worker
+from router.worker import ASKED, MAX_WORKERS, Source, Worker, is_port, make_worker
 from router.workers import Workers
 
 log = logging.getLogger("tandem.router")
 
 T = TypeVar("T")
 
-MAX_WORKERS = 1024
 REMOVED = "worker_removed"
 """Code of the answer to a worker that registers itself although an administrator has removed it."""
 
@@ -42,8 +41,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     role: Role | None = None
     bootstrap_port: int | None = None
-    instance: str | None = None
-    fingerprint: str | None = None
+    instance: Name | None = None
+    fingerprint: Name | None = None
 
 
 _FIELDS = frozenset(Registration.__struct_fields__)
@@ -64,7 +63,7 @@ def read_registration(fields: dict[str, Any]) -> Registration:
         raise RequestError(f"{name}: {message}" if name else message, param=name) from error
     if url_host(asked.url) is None:
         raise RequestError(f"url: {asked.url!r} is no URL such as http://127.0.0.1:30001", param="url")
-    if asked.bootstrap_port is not None and not 0 < asked.bootstrap_port < 65536:
+    if asked.bootstrap_port is not None and not is_port(asked.bootstrap_port):
         refuse("bootstrap_port", asked.bootstrap_port, "an integer from 1 to 65535")
     return msgspec.structs.replace(asked, url=asked.url.rstrip("/"))
 
@@ -229,11 +228,14 @@ class Membership:
         """See what others write into the file."""
         while True:
             await asyncio.sleep(self._interval_s)
-            if file.has_changed():
-                try:
-                    self._apply(file.read())
-                except ConfigError as error:
-                    log.error("the workers stay as they were: %s", error.message)
+            if not file.has_changed():
+                continue
+            try:
+                self._apply(file.read())
+            except ConfigError as error:
+                log.error("the workers stay as they were: %s", error.message)
+            except Exception:  # a fault of ours must not end this for good
+                log.exception("the state file was not taken over")
 
     def _apply(self, kept: Kept) -> None:
         """Make the workers those that the file says, besides those of the flags."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from router.record import RequestRecord, Timing
 
 _UNKNOWN = Timing()
 _encode = msgspec.json.Encoder().encode
+_CONTROLS = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 Write = Callable[[RequestRecord], None]
 
@@ -67,10 +69,15 @@ def text_line(record: RequestRecord) -> str:
 
 
 def json_line(record: RequestRecord) -> str:
-    return _encode(record.describe(time.monotonic())).decode() + "\n"
+    return _escaped(_encode(record.describe(time.monotonic())).decode()) + "\n"
 
 
 def _plain(value: str) -> str:
     """What others chose, as one word: with quotes and escapes unless it is one."""
     is_word = value.isascii() and value.isprintable() and " " not in value and '"' not in value
-    return value if is_word else _encode(value).decode().replace(" ", "\\u0020")
+    return value if is_word else _escaped(_encode(value).decode()).replace(" ", "\\u0020")
+
+
+def _escaped(json: str) -> str:
+    """What ends a line, or steers a terminal, stands in no line: it can only lie inside a string there."""
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json)

@@ -16,8 +16,9 @@ import msgspec
 
 from common.config import Role
 from common.errors import ConfigError
+from common.json_body import BAD_JSON
 from common.urls import url_host
-from router.worker import Source
+from router.worker import MAX_WORKERS, Source, is_port
 
 _VERSION = 1
 
@@ -62,17 +63,20 @@ class StateFile:
             return Kept()
         try:
             kept = msgspec.json.decode(data, type=Kept)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except BAD_JSON as error:
             raise self._error(f"it does not hold workers ({error}); remove it to begin anew") from error
         return self._checked(kept)
 
     def _checked(self, kept: Kept) -> Kept:
         if kept.version != _VERSION:
             raise self._error(f"it has version {kept.version}, this router reads {_VERSION}")
+        if len(kept.workers) > MAX_WORKERS:
+            raise self._error(f"it holds {len(kept.workers)} workers, {MAX_WORKERS} are all that a router takes")
         for url, entry in kept.workers.items():
             is_prefill = entry.role is Role.PREFILL
             port = entry.bootstrap_port
-            if url_host(url) is None or entry.role is Role.UNIFIED or is_prefill is not (port is not None):
+            has_port = port is not None and is_port(port)
+            if url_host(url) is None or entry.role is Role.UNIFIED or is_prefill is not has_port:
                 raise self._error(f"{url} in it is no prefill worker with a bootstrap port and no decode worker")
         return kept
 

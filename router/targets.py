@@ -11,7 +11,7 @@ from router.loads import Load
 if TYPE_CHECKING:
     from router.workers import Worker
 
-MAX_RANKS = 1024
+MAX_RANKS = 4096
 
 
 @dataclass(slots=True, eq=False)

@@ -28,6 +28,9 @@ class Source(enum.StrEnum):
     SELF = "self"
 
 
+MAX_WORKERS = 1024
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Worker:
     """One node as the router sees it.
@@ -148,8 +151,14 @@ class Worker:
 
 
 def make_worker(role: Role, address: WorkerAddress) -> Worker:
-    """Raises ConfigError for what is no http URL."""
-    host = url_host(address.url)
+    """Raises ConfigError for what is no http URL, and for what is no port."""
+    host, port = url_host(address.url), address.bootstrap_port
     if host is None:
         raise ConfigError(f"--{role.value} {address.url}: a URL such as http://127.0.0.1:30001", param=role.value)
+    if port is not None and not is_port(port):
+        raise ConfigError(f"--{role.value} {address.url} {port}: a bootstrap port from 1 to 65535", param=role.value)
     return Worker(role, address.url.rstrip("/"), host, address.bootstrap_port)
+
+
+def is_port(number: int) -> bool:
+    return 0 < number < 65536
