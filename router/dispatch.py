@@ -103,7 +103,7 @@ class Dispatcher:
         exchange = Exchange(self, request, reply, record, terms)
         self._exchanges.add(exchange)
         try:
-            with deadline(terms, exchange.expire):
+            with deadline(terms, exchange.expire), reply.patience(self.config.idle_timeout_s, exchange.expire):
                 async with self.admission.place(exchange.turn):
                     record.admitted_s = time.monotonic()
                     await exchange.run(self.workers.pick(exchange.affinity))
@@ -362,9 +362,10 @@ class Exchange:
             await self._reply.start(failure.status, failure.content_type, len(failure.body))
             await self._reply.write(failure.body, more=False)
             return
-        # Who is told to end holds no place for a client that does not read; the server then closes its connection.
+        # A client that does not read holds no place, least of all when it is told to end; the server then closes its
+        # connection.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_TELL_S if self._stopped is not None else None):
+            async with asyncio.timeout(self._dispatcher.config.idle_timeout_s if self._stopped is None else _TELL_S):
                 await self._reply.write(b"data: " + _error_object(failure) + b"\n\n" + DONE_EVENT, more=False)
 
 

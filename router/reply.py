@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from starlette.types import Receive, Send
 
+from common.errors import AbortedError, ServingError
 from common.json_body import BAD_JSON
 from router.events import split_events
 from router.logprobs import Merger
@@ -35,7 +39,10 @@ def head_fields(status: int, rid: str | None) -> list[tuple[bytes, bytes]]:
 
 
 class Reply:
-    """started: the answer's head has gone out, so its status is fixed. started_s: when (of the monotonic clock)."""
+    """started: the answer's head has gone out, so its status is fixed. started_s: when (of the monotonic clock).
+
+    _waits_since: since when a write waits for the client, on the same clock; None: none does.
+    """
 
     def __init__(self, receive: Receive, send: Send, rid: str) -> None:
         self._receive = receive
@@ -44,6 +51,7 @@ class Reply:
         self.started = False
         self.started_s: float | None = None
         self.status = 0
+        self._waits_since: float | None = None
 
     async def start(self, status: int, content_type: str, length: int | None = None) -> None:
         """Does nothing the second time: a stream that goes on at another worker has its head."""
@@ -60,7 +68,32 @@ class Reply:
 
     async def write(self, body: bytes, *, more: bool) -> None:
         """Waits while the client is behind. A write that is cancelled has sent nothing."""
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._waits_since = time.monotonic()
+        try:
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        finally:
+            self._waits_since = None
+
+    @contextlib.contextmanager
+    def patience(self, limit_s: float, stop: Callable[[ServingError], None]) -> Iterator[None]:
+        """Call `stop` once, with an AbortedError, when a write has waited for the client for limit_s within the block.
+        One timer looks now and then: one for each write would cost more than the write."""
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            nonlocal timer
+            waited_s = 0.0 if self._waits_since is None else time.monotonic() - self._waits_since
+            if waited_s < limit_s:
+                timer = loop.call_later(limit_s - waited_s, look)
+                return
+            message = f"the client has taken nothing of its answer for {limit_s:g} s"
+            stop(AbortedError(message, code="client_stalled"))
+
+        timer = loop.call_later(limit_s, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def gone(self) -> None:
         """Returns when the client has closed its connection."""

@@ -534,6 +534,45 @@ async def test_a_client_that_does_not_read_holds_no_place_beyond_its_deadline(
     assert "Traceback" not in caplog.text
 
 
+@pytest.mark.parametrize("fails_first", [False, True])
+async def test_a_client_that_never_reads_does_not_hold_its_place_for_ever(
+    prefill: MockWorker, decode: MockWorker, monkeypatch: pytest.MonkeyPatch, fails_first: bool
+) -> None:
+    """fails_first: what waits for the client is the error event."""
+    monkeypatch.setattr("router.dispatch._TELL_S", 0.2)
+    error = {"error": {"message": "m", "type": "capacity_error", "code": "full"}}
+    big = [event({"text": "x" * 30_000_000}), event(error)] if fails_first else [event({"text": "x" * 200_000})] * 200
+    decode.script = streams(*big, gap_s=0)
+    records: list[Any] = []
+    monkeypatch.setattr("router.dispatch.request_log", lambda _: records.append)
+    async with run_router(config_of([prefill], [decode], max_concurrent_requests=1, idle_timeout_s=0.5)) as router:
+        await router.until_alive()
+        _, writer = await asyncio.open_connection(router.client.base_url.host, router.client.base_url.port, limit=1)
+        body = b'{"text": "x", "stream": true}'
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+        admission = router.state.dispatcher.admission
+        await router.until(lambda: admission.num_running == 1)
+        await router.until(lambda: admission.num_running == 0, limit_s=10)
+        assert records[0].code == ("full" if fails_first else "client_stalled")
+        assert router.state.workers.decode[0].breaker.describe()["failures_in_a_row"] == 0
+        decode.script = answer_at_once
+        assert (await router.generate()).status_code == 200
+        writer.transport.abort()
+
+
+async def test_a_client_that_reads_slowly_gets_its_answer(prefill: MockWorker, decode: MockWorker) -> None:
+    """The whole takes longer than the time for one write."""
+    decode.script = streams(*[event(answer_object("x" * 400_000))] * 40, event(b"[DONE]"), gap_s=0)
+    async with run_router(config_of([prefill], [decode], idle_timeout_s=1.0)) as router:
+        await router.until_alive()
+        begin, size = time.monotonic(), 0
+        async with router.client.stream("POST", "/generate", json={"text": "x", "stream": True}) as answer:
+            async for chunk in answer.aiter_raw(1 << 20):
+                size += len(chunk)
+                await asyncio.sleep(0.1)
+        assert size > 16_000_000 and time.monotonic() - begin > 1.0
+
+
 async def test_the_deadline_holds_between_two_tries(prefill: MockWorker, decode: MockWorker) -> None:
     """Whose wait for the end of the first one, at a worker that does not confirm the abort, is the longest there is."""
     spare = MockWorker("decode")

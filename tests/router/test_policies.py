@@ -24,7 +24,7 @@ from router.policies import (
     Sticky,
     make_policy,
 )
-from router.prefix_tree import ENTRY_BYTES, PrefixTree
+from router.prefix_tree import ENTRY_BYTES, MAX_TREE_BYTES, PrefixTree
 from router.targets import MAX_RANKS, Target, make_targets
 from router.worker import Worker, make_worker
 
@@ -349,13 +349,16 @@ def test_the_size_of_an_entry_is_what_it_takes() -> None:
 
     numbers = random.Random(4)
     paths = [make_path(numbers.randbytes(256 * 32)) for _ in range(2000)]
+    max_bytes = MAX_TREE_BYTES // 16
     tracemalloc.start()
-    tree = PrefixTree()
+    tree = PrefixTree(max_bytes)
+    sizes = []
     for path in paths:
         tree.add(path, 12345)
-    size, _ = tracemalloc.get_traced_memory()
+        sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert 0.5 * ENTRY_BYTES < size / len(tree) <= ENTRY_BYTES
+    assert len(tree) == max_bytes // ENTRY_BYTES, "all are replaced several times"
+    assert 0.5 * max_bytes < max(sizes) <= max_bytes
 
 
 # By prefix
