@@ -83,7 +83,7 @@ class StateFile:
     def change(self, make: Callable[[Kept], Kept]) -> Kept:
         """Replace what the file holds by what is made of it. Returns that. Raises ConfigError."""
         with self._locked():
-            kept = make(self.read())
+            kept = self._checked(make(self.read()))
             self._write(msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
             self._seen = self._signature()
         return kept

@@ -58,6 +58,7 @@ class MockWorker:
         self.infos = 0
         self.info_delay_s = 0.0
         self.info_body: bytes | None = None
+        self.health: Callable[[web.Request], Awaitable[web.Response]] | None = None
         self._runner: web.AppRunner | None = None
         self._stopping: asyncio.Task[None] | None = None
 
@@ -72,7 +73,7 @@ class MockWorker:
         app.router.add_post("/tokenize", self._generate)
         app.router.add_get("/v1/models", self._model_info)
         app.router.add_post("/abort_request", self._abort)
-        app.router.add_get("/health", self._health)
+        app.router.add_get("/health", self._say_health)
         app.router.add_get("/health_generate", self._health_generate)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/model_info", self._model_info)
@@ -124,6 +125,9 @@ class MockWorker:
         self.aborts.append(await request.json())
         body = {"success": True} if self.abort_ended is None else {"success": True, "ended": self.abort_ended}
         return web.json_response(body, status=self.abort_status)
+
+    async def _say_health(self, request: web.Request) -> web.Response:
+        return await (self.health or self._health)(request)
 
     async def _health(self, _: web.Request) -> web.Response:
         if self.stopped or self.checks_to_miss > 0:

@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
-from common.config import Role, RouterConfig
+from common.config import Role, RouterConfig, WorkerAddress
 from common.errors import ConfigError
 from router.app import create_app
 from router.state_file import Entry, StateFile
@@ -138,6 +139,9 @@ async def test_role_and_bootstrap_port_are_asked_of_the_worker(prefill: MockWork
         ({"url": "http://a:1/?x=1"}, 400, "url", "is no URL"),
         ({"url": "http://a:99999"}, 400, "url", "is no URL"),
         ({"url": "http://a:1\r\nx: y"}, 400, "url", "is no URL"),
+        ({"url": "http://a..b:1"}, 400, "url", "is no URL"),
+        ({"url": f"http://{'a' * 64}.com:1"}, 400, "url", "is no URL"),
+        ({"url": "http://127.0.0.1:1", "fingerprint": "f" * 257}, 400, "fingerprint", "fingerprint: "),
         ({"url": "http://127.0.0.1:1", "role": "unified"}, 400, "role", "serves alone"),
         ({"url": "http://127.0.0.1:1", "role": "queen"}, 400, "role", 'role: "queen" is not allowed; it must be'),
         ({"url": "http://127.0.0.1:1", "role": "prefill", "bootstrap_port": 0}, 400, "bootstrap_port", "1 to 65535"),
@@ -492,7 +496,13 @@ async def test_routers_that_share_the_file_share_the_workers(tmp_path: Path, fou
         ('{"workers": {"ftp://a": {"role": "decode"}}}', "ftp://a in it"),
         ('{"workers": {"http://a:1": {"role": "prefill"}}}', "http://a:1 in it"),
         ('{"workers": {"http://a:1": {"role": "unified"}}}', "http://a:1 in it"),
+        ('{"workers": {"http://a..b:1": {"role": "decode"}}}', "http://a..b:1 in it"),
+        ('{"workers": {"http://a:1": {"role": "prefill", "bootstrap_port": -5}}}', "http://a:1 in it"),
+        ('{"workers": {"http://a:1": {"role": "prefill", "bootstrap_port": 65536}}}', "http://a:1 in it"),
+        ('{"version":1,"workers":' + '{"a":' * 20_000 + "1" + "}" * 20_000 + "}", "it does not hold workers"),
+        (json.dumps({"workers": {f"http://a:{n + 1}": {"role": "decode"} for n in range(1025)}}), "holds 1025 workers"),
     ],
+    ids=range(13),
 )
 def test_a_broken_state_file_is_refused_at_start(tmp_path: Path, content: str, said: str) -> None:
     path = tmp_path / "workers.json"
@@ -517,6 +527,84 @@ def test_a_state_file_that_cannot_be(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             create_app(RouterConfig(state_file=str(path)))
         assert caught.value.param == "state_file"
+
+
+@pytest.mark.parametrize("address", [("http://a..b:1", None), ("http://a:1", 0), ("http://a:1", 70_000)])
+def test_a_worker_of_a_flag_that_cannot_be(address: tuple[str, int | None]) -> None:
+    url, port = address
+    with pytest.raises(ConfigError) as caught:
+        create_app(RouterConfig(prefill=(WorkerAddress(url=url, bootstrap_port=port or 0),)))
+    assert caught.value.param == "prefill" and url in caught.value.message
+
+
+DEEP = b'{"fingerprint":' + b"[" * 200_000
+NONSENSE: dict[str, bytes] = {
+    "deep": DEEP,
+    "a long fingerprint": json.dumps({"fingerprint": "f" * 257}).encode(),
+    "no ranks": b'{"fingerprint": "f0", "dp_size": 0}',
+    "too many ranks": b'{"fingerprint": "f0", "dp_size": 4097}',
+    "no port": b'{"fingerprint": "f0", "disaggregation_bootstrap_port": 70000}',
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+async def test_a_worker_that_says_nonsense_of_itself_says_nothing(
+    router: RunningRouter, decode: MockWorker, name: str
+) -> None:
+    worker = router.state.workers.decode[0]
+    decode.info_body, decode.instance = NONSENSE[name], "another"
+    await router.until(lambda: worker.alive and worker.instance == "another")
+    assert (worker.fingerprint, worker.num_ranks) == (None, 1)
+    decode.info_body, decode.instance = None, "a third"
+    await router.until(lambda: worker.alive and worker.fingerprint == "f0")
+
+
+@pytest.mark.parametrize("loads", [[{"num_tokens": 2**60}], [{"num_reqs": 10**300}], [{"num_tokens": "x"}]])
+async def test_loads_that_make_no_sense_are_no_loads(router: RunningRouter, decode: MockWorker, loads: Any) -> None:
+    decode.loads = loads
+    seen = decode.checks
+    await router.until(lambda: decode.checks > seen + 2)
+    assert (await router.generate()).status_code == 200
+    assert router.state.workers.decode[0].targets[0].load.tokens == 0
+
+
+async def test_deep_answers_to_health_checks(router: RunningRouter, decode: MockWorker) -> None:
+    worker, deep = router.state.workers.decode[0], DEEP + b"]" * 200_000 + b"}"
+
+    async def health(_: Any) -> Any:
+        decode.checks += 1
+        return web.Response(body=deep)
+
+    decode.health = health
+    seen = decode.checks
+    await router.until(lambda: decode.checks > seen + 2)
+    assert worker.alive and (await router.generate()).status_code == 200
+
+
+async def test_a_fault_in_a_health_check_does_not_end_the_checks(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = router.state.workers.decode[0]
+    with monkeypatch.context() as patch:
+        patch.setattr("router.health._health", lambda _: 1 // 0)
+        await router.until(lambda: not worker.alive)
+        assert worker.describe()["reason"] == "its health check failed: ZeroDivisionError"
+    assert "Traceback" in caplog.text and "ZeroDivisionError" in caplog.text
+    await router.until(lambda: worker.alive)
+    assert (await router.generate()).status_code == 200
+
+
+async def test_a_fault_over_the_state_file_does_not_end_its_reading(
+    tmp_path: Path, decode: MockWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "workers.json"
+    async with run_router(empty(state_file=str(path))) as router:
+        with monkeypatch.context() as patch:
+            patch.setattr("router.membership.Membership._restore", lambda *_: 1 // 0)
+            path.write_text(json.dumps({"workers": {decode.url: {"role": "decode"}}}))
+            await router.until(lambda: "the state file was not taken over" in caplog.text)
+        path.write_text(json.dumps({"workers": {decode.url: {"role": "decode"}}}, indent=1))
+        await router.until(lambda: len(router.state.workers.all) == 1)
 
 
 async def test_a_state_file_that_breaks_at_run_time_changes_nothing(
