@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.config import NodeConfig, Role, ServerConfig
 from common.errors import ConfigError
+from common.tls import TlsConfig, server_context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class SglangConfig:
 def check_sglang_config(config: SglangConfig) -> None:
     """What concerns the supervisor itself. Raises ConfigError."""
     server = config.server
+    server_context(TlsConfig(certfile=server.ssl_certfile, keyfile=server.ssl_keyfile))
     ports = [("port", server.port)]
     if config.role is Role.PREFILL:
         ports.append(("bootstrap_port", server.bootstrap_port))

@@ -98,6 +98,7 @@ _OURS = {
 }
 """Flags that may not be passed on, and what says the same."""
 
+_WHOLE = ("engine.chunked_prefill_size", -1)
 ONE_AT_A_TIME = "--prefill-max-requests"
 _HYBRID_WORDS = ("mamba", "ssm", "linear", "hybrid", "recurrent")
 _FORCED = ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_FORCE_MNNVL", "MC_INTRANODE_NVLINK", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL")
@@ -167,6 +168,9 @@ def _check_given(config: SglangConfig) -> None:
             raise ConfigError(
                 f"{option}: SGLang has no such setting; what it has goes through --sglang-arg", param=_param(option)
             )
+        value = _value(config, setting)
+        if setting in PLAIN and type(value) is int and value < 1 and (setting, value) != _WHOLE:
+            raise ConfigError(f"{option} {value}: at least 1", param=_param(option))
     server = config.server
     if "server.bootstrap_host" in config.given and server.bootstrap_host != server.host:
         raise ConfigError(

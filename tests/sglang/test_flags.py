@@ -99,6 +99,7 @@ def test_only_what_was_given_is_translated() -> None:
         *("--model-path", str(MODEL)),
         *("--host", "127.0.0.1", "--port", "30000"),
     )
+    assert launched(config(engine__chunked_prefill_size=-1)).arguments[6:8] == ("--chunked-prefill-size", "-1")
     arguments = launched(config(Role.UNIFIED, engine__page_size=32, model__device="cuda:3"), "0.5.23").arguments
     assert arguments[6:] == ("--page-size", "32", "--device", "cuda", "--base-gpu-id", "3")
 
@@ -219,6 +220,10 @@ def test_time_outs_of_the_hand_off_are_told() -> None:
             "--enable-overlap",
         ),
         ({"tp": 0}, "--tp-size 0"),
+        ({"engine__page_size": 0}, "--page-size 0"),
+        ({"engine__chunked_prefill_size": -2}, "--chunked-prefill-size -2"),
+        ({"server__ssl_certfile": "/no/such", "server__ssl_keyfile": "/no/such"}, "--ssl-certfile /no/such"),
+        ({"server__ssl_keyfile": "/no/such"}, "--ssl-keyfile /no/such"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], name: str) -> None:

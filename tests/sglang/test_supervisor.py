@@ -98,6 +98,7 @@ def test_a_server_that_ends_while_it_starts_ends_the_node_and_says_why(tmp_path:
         assert "CUDA out of memory" in last[1]
 
 
+@pytest.mark.slow
 def test_a_flag_that_this_server_does_not_know_ends_the_node(tmp_path: Path, fake_python: FakePython) -> None:
     with sglang_node("unified", tmp_path, fake_python(), "--sglang-arg=--no-such-flag") as server:
         assert exit_code(server) == 1
@@ -176,6 +177,8 @@ def test_nothing_outlives_a_killed_supervisor_or_leash(tmp_path: Path, fake_pyth
         leash = next(p for p in server.children() if "node.sglang.leash" in p.cmdline()).pid
         os.kill(server.process.pid if victim == "supervisor" else leash, signal.SIGKILL)
         wait_for(lambda: all_gone(below if victim == "supervisor" else [leash, stub]))
+        if victim == "leash":  # what has escaped holds the output open
+            wait_for(lambda: server.text().count("node ready on") == 2)
         for pid in below:
             if not all_gone([pid]):
                 os.kill(pid, signal.SIGKILL)
