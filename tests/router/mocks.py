@@ -38,6 +38,7 @@ class MockWorker:
         self.num_ranks = 1
         self.healthy = True
         self.key: str | None = None  # without it nothing but /health
+        self.key_status = 401
         self.health_error: dict[str, Any] = {}
         self.stopped = False  # as by SIGSTOP: connections open, nothing is answered
         self.checks = 0
@@ -91,7 +92,7 @@ class MockWorker:
             found: web.StreamResponse = await handler(request)
             return found
         error = {"type": "access_error", "code": "no_api_key", "message": "an API key is needed"}
-        return web.json_response({"error": error}, status=401, headers={"www-authenticate": "Bearer"})
+        return web.json_response({"error": error}, status=self.key_status, headers={"www-authenticate": "Bearer"})
 
     async def stop(self) -> None:
         if self._runner is not None:

@@ -32,6 +32,14 @@ async def test_a_worker_that_wants_a_key_is_not_alive(
     assert len(told) == 2 and {record.levelname for record in told} == {"WARNING"}, "said once of each"
 
 
+async def test_a_key_that_is_not_an_administrators_is_told_apart(prefill: MockWorker, decode: MockWorker) -> None:
+    decode.key, decode.key_status = KEY, 403
+    async with run_router(config_of([prefill], [decode])) as router:
+        worker = router.state.workers.decode[0]
+        why = "/server_info answered 403: the key of --worker-api-key-file may not ask this there"
+        await router.until(lambda: worker.reason == why and worker.state == "dead")
+
+
 async def test_with_its_key_it_serves(prefill: MockWorker, decode: MockWorker, tmp_path: Path) -> None:
     prefill.key = decode.key = KEY
     key_file = tmp_path / "key"
@@ -52,6 +60,7 @@ async def test_a_leg_that_is_refused_goes_elsewhere(prefill: MockWorker, decode:
             assert [answer.status_code for answer in answers] == [200, 200, 200]
             strict = next(worker for worker in router.state.workers.decode if worker.url == decode.url)
             await router.until(lambda: strict.state == "dead" and strict.reason == WHY)
+            assert strict.breaker.describe() == {"state": "closed", "failures_in_a_row": 0}
             decode.key = None
             await router.until(lambda: strict.state == "alive")
     finally:
