@@ -272,11 +272,11 @@ async def test_a_line_a_request_and_nothing_of_what_it_said(
     decode.script = answers(answer_object(text="SECRET-ANSWER", **META))
     async with run_router(config_of([prefill], [decode])) as router:
         await router.until_alive()
-        await router.generate(text="SECRET-PROMPT", rid="two\nlines and \x1b[31m")
+        await router.generate(text="SECRET-PROMPT", rid="two\nlines and \x1b[31m \u2028\u0085\u009b\x7f")
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "tandem.request" in line]
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} router INFO tandem\.request: id=", line)
     fields = dict(word.split("=", 1) for word in line.split("tandem.request: ")[1].split(" "))
-    assert fields["id"] == r'"two\nlines\u0020and\u0020\u001b[31m"'
+    assert fields["id"] == r'"two\nlines\u0020and\u0020\u001b[31m\u0020\u2028\u0085\u009b\u007f"'
     assert (fields["status"], fields["code"], fields["endpoint"]) == ("200", "ok", "/generate")
     assert (fields["prompt_tokens"], fields["cached_tokens"], fields["completion_tokens"]) == ("30", "16", "5")
     assert (fields["prefill_node"], fields["decode_node"]) == (prefill.url, decode.url)
