@@ -30,6 +30,7 @@ log = logging.getLogger("tandem.router")
 
 T = TypeVar("T")
 
+MAX_FINGERPRINT = 1024
 REMOVED = "worker_removed"
 """Code of the answer to a worker that registers itself although an administrator has removed it."""
 
@@ -65,6 +66,9 @@ def read_registration(fields: dict[str, Any]) -> Registration:
         raise RequestError(f"url: {asked.url!r} is no URL such as http://127.0.0.1:30001", param="url")
     if asked.bootstrap_port is not None and not is_port(asked.bootstrap_port):
         refuse("bootstrap_port", asked.bootstrap_port, "an integer from 1 to 65535")
+    layout = asked.fingerprint
+    if layout is not None and not (0 < len(layout) <= MAX_FINGERPRINT and layout.isprintable()):
+        refuse("fingerprint", layout, f"1 to {MAX_FINGERPRINT} printable characters")
     return msgspec.structs.replace(asked, url=asked.url.rstrip("/"))
 
 

@@ -217,6 +217,7 @@ _SCHEMAS: _Schema = {
             "role": {"enum": ["prefill", "decode", None]},
             "bootstrap_port": _number("integer", "of a prefill node", 1, 65535),
             "instance": _string("of the process, in its /health"),
+            "fingerprint": _string("of its state layout, where it does not publish one (SGLang's servers)"),
         },
         ("url",),
     ),

@@ -225,6 +225,13 @@ async def test_a_unified_server_is_no_worker() -> None:
         assert answer.status_code == 400 and "null" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("fingerprint", ["", "a\nb", "x" * 2000, 7])
+async def test_a_fingerprint_that_is_none_is_refused(pair: Served, fingerprint: object) -> None:
+    body = {"url": pair.router.state.workers.decode[0].url, "role": "decode", "fingerprint": fingerprint}
+    refused = await pair.router.client.post("/workers", json=body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "fingerprint"
+
+
 async def test_a_declared_fingerprint_counts_until_another_is_declared(pair: Served) -> None:
     decode = pair.router.state.workers.decode[0]
     body = {"url": decode.url, "role": "decode", "instance": "one"}
