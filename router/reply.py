@@ -79,6 +79,7 @@ class Reply:
         """Call `stop` once, with an AbortedError, when a write has waited for the client for limit_s within the block.
         One timer looks now and then: one for each write would cost more than the write."""
         loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
 
         def look() -> None:
             nonlocal timer
