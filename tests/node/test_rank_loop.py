@@ -89,7 +89,7 @@ def test_what_polling_has_found_is_said_before_the_step() -> None:
     context.destroy(linger=0)
 
 
-@pytest.mark.parametrize(("front", "status"), [(os.getpid(), 0), (1, 1)])
+@pytest.mark.parametrize(("front", "status"), [(os.getpid(), 0), (1, 1)], ids=["ours", "another"])
 def test_a_rank_whose_front_died_while_it_was_loading_ends(front: int, status: int) -> None:
     code = f"from node.rank import die_with_front; die_with_front({front})"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == status
