@@ -12,6 +12,7 @@ CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PEER_PYTHON ?=
+JOBS ?= 2
 PEERS := sglang-router==0.3.2 aiohttp fastapi uvicorn orjson requests setproctitle
 
 .PHONY: help serve test test-slow test-gpu test-rdma test-compose check fmt bench bench-router clean system
@@ -27,6 +28,7 @@ help:
 	@echo "make clean      remove caches and build outputs; .venv stays"
 	@echo
 	@echo "PORT=31000      where make serve listens"
+	@echo "JOBS=2          processes that make test runs tests in; a file's tests stay together"
 	@echo "PYTHON=...      the Python that .venv is made with, 3.11 or newer"
 	@echo "TORCH_INDEX=... where the first make finds torch: a package index, or none for PyPI alone (on Linux with CUDA);"
 	@echo "                by default $(CPU_TORCH_INDEX) where it can be reached"
@@ -35,7 +37,7 @@ serve: $(INSTALLED)
 	@$(BIN)/tandem up --port $(PORT)
 
 test: $(INSTALLED)
-	@$(BIN)/pytest -m "not slow and not gpu and not rdma"
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow and not gpu and not rdma"
 
 test-slow: $(INSTALLED)
 	@$(BIN)/pytest -m slow
