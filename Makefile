@@ -37,7 +37,7 @@ serve: $(INSTALLED)
 	@$(BIN)/tandem up --port $(PORT)
 
 test: $(INSTALLED)
-	@$(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow and not gpu and not rdma"
+	@$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not rdma"
 
 test-slow: $(INSTALLED)
 	@$(BIN)/pytest -m slow
