@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from cli.lifeline import die_with_parent
 from common.config import NodeConfig, Role
 from common.errors import AbortedError, ConfigError, RequestError, WorkerError
 from common.sampling import FinishReason, TokenLogprob
@@ -184,6 +185,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--front", type=int, required=True)
     arguments = parser.parse_args()
+    die_with_parent(arguments.front)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
     sockets = RankSockets(arguments.ipc, arguments.rank)
     if arguments.mode == "dies":
