@@ -38,3 +38,14 @@ async def router(prefill: MockWorker, decode: MockWorker) -> AsyncIterator[Runni
     async with run_router(config_of([prefill], [decode], max_body_bytes=1 << 20)) as running:
         await running.until_alive()
         yield running
+
+
+@pytest.fixture
+async def four() -> AsyncIterator[list[MockWorker]]:
+    """Two prefill workers, two decode workers."""
+    workers = [MockWorker(role) for role in ("prefill", "prefill", "decode", "decode")]
+    for worker in workers:
+        await worker.start()
+    yield workers
+    for worker in workers:
+        await worker.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,17 +237,6 @@ def test_of_a_failed_handoff_the_one_that_has_gone_longer_without_success(code: 
 
 
 # In the router
-
-
-@pytest.fixture
-async def four() -> AsyncIterator[list[MockWorker]]:
-    """Two prefill workers, two decode workers."""
-    workers = [MockWorker(role) for role in ("prefill", "prefill", "decode", "decode")]
-    for worker in workers:
-        await worker.start()
-    yield workers
-    for worker in workers:
-        await worker.stop()
 
 
 def state_of(router: RunningRouter, worker: MockWorker) -> str:

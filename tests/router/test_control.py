@@ -29,17 +29,6 @@ from tests.router.mocks import (
 )
 
 
-@pytest.fixture
-async def four() -> AsyncIterator[list[MockWorker]]:
-    """Two prefill workers, two decode workers."""
-    workers = [MockWorker(role) for role in ("prefill", "prefill", "decode", "decode")]
-    for worker in workers:
-        await worker.start()
-    yield workers
-    for worker in workers:
-        await worker.stop()
-
-
 async def test_health_follows_the_workers(router: RunningRouter, prefill: MockWorker, decode: MockWorker) -> None:
     assert (await router.client.get("/health")).status_code == 200
     decode.healthy = False

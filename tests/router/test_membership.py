@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,6 @@ from tests.router.mocks import (
     run_router,
     streams,
 )
-
-
-@pytest.fixture
-async def four() -> AsyncIterator[list[MockWorker]]:
-    """Two prefill workers, two decode workers."""
-    workers = [MockWorker(role) for role in ("prefill", "prefill", "decode", "decode")]
-    for worker in workers:
-        await worker.start()
-    yield workers
-    for worker in workers:
-        await worker.stop()
 
 
 def body_of(worker: MockWorker, **more: Any) -> dict[str, Any]:
