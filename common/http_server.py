@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import httptools
 import msgspec
@@ -209,6 +210,10 @@ def _body_too_large(max_bytes: int) -> RequestError:
 
 
 # Errors
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 def error_response(error: ServingError) -> Response:

@@ -38,6 +38,7 @@ from common.logs import configure_logging
 from common.net import is_loopback
 from common.tls import TlsConfig, server_context
 from common.tracing import Tracing, closing, open_tracing
+from common.waits import first_of
 from node.app import ServingNode, create_app
 from node.bootstrap import Bootstrap, StartBootstrap, start_bootstrap
 from node.chat_template import ChatTemplate, load_chat_template
@@ -276,7 +277,7 @@ class _Front:
         if self.keys.is_open and not is_loopback(self.config.server.host):
             log.warning("no API keys: whoever reaches this node may use and administer it (--api-key-file)")
         async with self._registered(node):
-            await _first_of(serving, self.draining.wait(), self.stopping.wait())
+            await first_of(serving, self.draining.wait(), self.stopping.wait())
         if not self.stopping.is_set():
             await self._drain(node.client, server)
         server.should_exit = True
@@ -302,7 +303,7 @@ class _Front:
             yield
         finally:
             leaving = asyncio.create_task(registrar.leave())
-            await _first_of(leaving, self.stopping.wait())
+            await first_of(leaving, self.stopping.wait())
             if leaving.done():
                 leaving.result()
             leaving.cancel()
@@ -334,7 +335,7 @@ class _Front:
         log.info(
             "draining for %g s at most, sequences that run: %d; again to end at once", limit_s, client.num_unanswered
         )
-        await _first_of(_wait_written(client, server), self.stopping.wait(), timeout_s=limit_s)
+        await first_of(_wait_written(client, server), self.stopping.wait(), timeout_s=limit_s)
         if client.num_unanswered:
             log.warning("%d sequences did not end in time and are aborted", client.num_unanswered)
         elif num_open := num_open_answers(server):
@@ -345,7 +346,7 @@ class _Front:
     async def _unless_stopped(self, work: Coroutine[Any, Any, list[Ready]]) -> list[Ready] | None:
         """The result, or None when a signal came first."""
         task = asyncio.create_task(work)
-        await _first_of(task, self.draining.wait())
+        await first_of(task, self.draining.wait())
         if task.done():
             return task.result()
         task.cancel()
@@ -358,15 +359,6 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any], timeout_s: float | None = None) -> None:
-    """Return when one of them has ended, or after timeout_s. What was given as a coroutine ends here too."""
-    tasks = [wait if isinstance(wait, asyncio.Task) else asyncio.create_task(wait) for wait in waits]
-    await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    for task, wait in zip(tasks, waits, strict=True):
-        if task is not wait:
-            task.cancel()
 
 
 async def _wait_written(client: RankClient, server: uvicorn.Server) -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,7 @@ from common.http_server import LimitedProtocol, error_response, http_error_respo
 from common.keys import Key, KeyRing
 from common.net import is_loopback
 from common.tracing import TraceContext, Tracing
+from common.waits import first_of
 from router import control, observe, openai, worker_routes
 from router.affinity import take_routing_key
 from router.guard import Door, Guard, refusal, terms_of
@@ -171,10 +172,10 @@ async def _serve(
     if keys.has_file:
         loop.add_signal_handler(signal.SIGHUP, keys.reload)
     serving = asyncio.create_task(server.serve(sockets=listeners))
-    await _first_of(serving, signals[0].wait())
+    await first_of(serving, signals[0].wait())
     if server.started:
         router: Router = app.state.router
-        await _first_of(router.dispatcher.drain(drain_timeout_s), signals[1].wait())
+        await first_of(router.dispatcher.drain(drain_timeout_s), signals[1].wait())
         if left := router.dispatcher.num_running:
             log.warning("requests that did not end in time and are ended: %d", left)
         else:
@@ -189,15 +190,6 @@ def _set_next(events: list[asyncio.Event]) -> None:
         if not event.is_set():
             event.set()
             return
-
-
-async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Task[None]) -> None:
-    """Return when one of them has ended. What was given as a coroutine ends here too."""
-    tasks = [wait if isinstance(wait, asyncio.Task) else asyncio.create_task(wait) for wait in waits]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task, wait in zip(tasks, waits, strict=True):
-        if task is not wait:
-            task.cancel()
 
 
 class _Server(uvicorn.Server):

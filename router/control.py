@@ -13,10 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import AccessError, RequestError, WorkerError
+from common.http_server import json_response
 from common.json_body import BAD_JSON, decode_object
 from router.guard import terms_of
 from router.siblings import Answers
-from router.state import Router
+from router.state import Router, router_of
 from router.workers import Worker
 
 _LIMIT_S = 5.0
@@ -68,32 +69,23 @@ async def _order_all(
     return await asyncio.gather(*(_order(router, worker, method, path, body, limit_s) for worker in workers))
 
 
-def _router(request: Request) -> Router:
-    router: Router = request.app.state.router
-    return router
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
 async def health(request: Request) -> Response:
     """200 when a pair can serve."""
-    router = _router(request)
+    router = router_of(request)
     router.dispatcher.check_open()
     workers = router.workers
     if not workers.has_pair():
         raise WorkerError(workers.why_no_pair())
-    return _json({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 async def server_info(request: Request) -> Response:
     """The router's settings flat, its workers as it sees them, and what each live one says of itself."""
-    router = _router(request)
+    router = router_of(request)
     alive = [worker for worker in router.workers.all if worker.alive]
     infos = {said.worker.url: said.payload() for said in await _order_all(router, alive, "GET", "/server_info")}
     decode = [infos[worker.url] for worker in router.workers.decode if worker.url in infos]
-    return _json(
+    return json_response(
         msgspec.to_builtins(router.config)
         | {
             "version": importlib.metadata.version("tandem-serve"),
@@ -111,7 +103,7 @@ async def server_info(request: Request) -> Response:
 
 async def model_info(request: Request) -> Response:
     """From the first live worker."""
-    router = _router(request)
+    router = router_of(request)
     for worker in router.workers.all:
         if worker.alive:
             said = await _order(router, worker, "GET", "/model_info", None, _LIMIT_S)
@@ -122,19 +114,19 @@ async def model_info(request: Request) -> Response:
 
 async def flush_cache(request: Request) -> Response:
     """Every worker drops its caches. 400 when one refuses (it is busy), 503 when one fails or cannot be reached."""
-    router = _router(request)
+    router = router_of(request)
     query = f"?{request.url.query}" if request.url.query else ""
     said = await _order_all(router, router.workers.all, "POST", f"/flush_cache{query}", limit_s=_FLUSH_LIMIT_S)
     for one in said:
         if one.status == 200:
             one.worker.forget_prefixes()
     _raise_first_refusal(said, "flush_cache")
-    return _json({"success": True, "message": f"{len(said)} workers flushed their caches"})
+    return json_response({"success": True, "message": f"{len(said)} workers flushed their caches"})
 
 
 async def abort_request(request: Request) -> Response:
     """End one request (`rid`) or all of them (`abort_all`) on both roles."""
-    router = _router(request)
+    router = router_of(request)
     body = await router.read_body(request.scope, request.receive)
     fields, terms = decode_object(body), terms_of(request.scope)
     rids = None if fields.get("abort_all") is True else _rids(fields.get("rid"))
@@ -148,14 +140,14 @@ async def abort_request(request: Request) -> Response:
     if not terms.is_admin:
         body = msgspec.json.encode({"rid": sorted(own)})
         if not own:
-            return _json({"success": True})
+            return json_response({"success": True})
     alive = [worker for worker in router.workers.all if worker.alive]
     ours = [worker for worker in alive if not worker.is_sglang]
     heard = await _order_all(router, ours, "POST", "/abort_request", body)
     for one in _abort_bodies(single, rids if terms.is_admin else own):
         heard += await _order_all(router, (w for w in alive if w.is_sglang), "POST", "/abort_request", one)
     _raise_first_refusal(heard, "abort_request")
-    return _json({"success": True})
+    return json_response({"success": True})
 
 
 def _abort_bodies(single: frozenset[str] | None, allowed: frozenset[str] | None) -> list[bytes]:

@@ -18,7 +18,7 @@ from router.metrics import CONTENT_TYPE, exposition
 from router.openapi import ADMIN_PATHS, USER_PATHS, document
 from router.record import MAX_RECENT, MAX_REFUSED, SHOWN
 from router.siblings import Answers
-from router.state import Router
+from router.state import Router, router_of
 
 _NUM_SHOWN = 25
 _KEPT = MAX_RECENT + MAX_REFUSED
@@ -41,11 +41,6 @@ _PAGE_HEADERS = {
 }
 
 
-def _router(request: Request) -> Router:
-    router: Router = request.app.state.router
-    return router
-
-
 def answers(router: Router) -> Answers:
     """What this process tells its siblings."""
     return {
@@ -56,7 +51,7 @@ def answers(router: Router) -> Answers:
 
 
 async def metrics(request: Request) -> Response:
-    router = _router(request)
+    router = router_of(request)
     own, others = exposition(router.dispatcher), await router.siblings.ask("metrics")
     return Response(merged_metrics([own, *others]) if others else own, media_type=CONTENT_TYPE)
 
@@ -64,7 +59,7 @@ async def metrics(request: Request) -> Response:
 async def debug_requests(request: Request) -> Response:
     """The requests that run and the last ones that have ended, the newest first."""
     limit = _read_limit(request.query_params.get("limit"))
-    router = _router(request)
+    router = router_of(request)
     said = [msgspec.json.decode(other) for other in await router.siblings.ask(f"requests {limit}")]
     body = {"requests": merged_requests([_requests(router, limit), *said], limit), "kept": _KEPT}
     return Response(_json(body), media_type="application/json")
@@ -79,7 +74,7 @@ async def status(request: Request) -> Response:
     shown = request.query_params.get("requests", "all")
     if shown not in SHOWN:
         raise RequestError(f"requests: one of {', '.join(SHOWN)}", param="requests")
-    router = _router(request)
+    router = router_of(request)
     await router.node_states.refresh(router.workers.all)
     others = [msgspec.json.decode(other) for other in await router.siblings.ask(f"status {shown}")]
     body = _json(merged_status(_status(router, shown), others, _NUM_SHOWN))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
+from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from common.config import RouterConfig
@@ -51,3 +53,8 @@ class Router:
         await self.network.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
+
+
+def router_of(request: Request) -> Router:
+    """What answers this request."""
+    return cast(Router, request.app.state.router)

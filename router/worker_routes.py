@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import RequestError
+from common.http_server import json_response
 from common.json_body import decode_object
 from router.membership import Registration, read_registration
-from router.state import Router
+from router.state import Router, router_of
 from router.worker import Worker
 
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
@@ -19,13 +17,13 @@ _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 async def list_workers(request: Request) -> Response:
     """Every worker as the router sees it, and who of them does not fit together."""
-    workers = _router(request).workers
-    return _json({"workers": [worker.details() for worker in workers.all], "mismatches": workers.mismatches()})
+    workers = router_of(request).workers
+    return json_response({"workers": [worker.details() for worker in workers.all], "mismatches": workers.mismatches()})
 
 
 async def add_worker(request: Request) -> Response:
     """201 for a new one, 200 for one that is there already: its registration is repeated."""
-    router = _router(request)
+    router = router_of(request)
     fields = decode_object(await router.read_body(request.scope, request.receive))
     return await _register(router, read_registration(fields))
 
@@ -39,16 +37,16 @@ async def remove_worker(request: Request) -> Response:
     force = _FLAGS.get(query.get("force", "false"))
     if force is None:
         raise RequestError(f"force: {query['force']} is not true or false", param="force")
-    router = _router(request)
+    router = router_of(request)
     worker = router.membership.unregister(name, force=force, instance=query.get("instance"))
     if worker in router.workers.all:
-        return _json(worker.details(), 202)
-    return _json(worker.details() | {"alive": False, "state": "gone", "reason": "it was removed"})
+        return json_response(worker.details(), 202)
+    return json_response(worker.details() | {"alive": False, "state": "gone", "reason": "it was removed"})
 
 
 async def _register(router: Router, asked: Registration) -> Response:
     worker, is_new = await router.membership.register(asked)
-    return _json(worker.details() | {"mismatches": _mismatches(router, worker)}, 201 if is_new else 200)
+    return json_response(worker.details() | {"mismatches": _mismatches(router, worker)}, 201 if is_new else 200)
 
 
 def _mismatches(router: Router, worker: Worker) -> tuple[str, ...]:
@@ -60,20 +58,11 @@ def _mismatches(router: Router, worker: Worker) -> tuple[str, ...]:
 
 
 async def list_urls(request: Request) -> Response:
-    return _json({"urls": [worker.url for worker in _router(request).workers.all]})
+    return json_response({"urls": [worker.url for worker in router_of(request).workers.all]})
 
 
 async def add_url(request: Request) -> Response:
-    return await _register(_router(request), read_registration({"url": request.query_params.get("url")}))
-
-
-def _router(request: Request) -> Router:
-    router: Router = request.app.state.router
-    return router
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+    return await _register(router_of(request), read_registration({"url": request.query_params.get("url")}))
 
 
 ROUTES = (

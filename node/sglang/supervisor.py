@@ -15,7 +15,7 @@ import logging
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from common.config import Role
 from common.errors import ServingError, WorkerError
 from common.logs import configure_logging
 from common.urls import url_of
+from common.waits import first_of
 from node.front import bind
 from node.registration import Registrar, Registration, Routers, advertised_url, check_registration
 from node.sglang.child import SglangChild, start_child
@@ -92,7 +93,7 @@ class _Supervisor:
                 raise error
             wait_s = 0.0 if time.monotonic() - began_s > RESTART_WAIT_S else min(2 * wait_s + 1.0, RESTART_WAIT_S)
             log.error("%s; it is started again in %g s", error.message, wait_s)
-            await _first_of(self.draining.wait(), timeout_s=wait_s)
+            await first_of(self.draining.wait(), timeout_s=wait_s)
 
     def _on_signal(self) -> None:
         (self.stopping if self.draining.is_set() else self.draining).set()
@@ -106,7 +107,7 @@ class _Supervisor:
         child = await start_child(self.config.python, self.flags, self.config.server.drain_timeout_s)
         lives = asyncio.create_task(self._serve(child))
         try:
-            await _first_of(lives, self.draining.wait())
+            await first_of(lives, self.draining.wait())
             return lives.result() if lives.done() else None
         finally:
             lives.cancel()
@@ -205,12 +206,3 @@ async def _info(http: httpx.AsyncClient) -> dict[str, Any] | None:
     except (httpx.HTTPError, ValueError):
         return None
     return found if isinstance(found, dict) else None
-
-
-async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Task[Any], timeout_s: float | None = None) -> None:
-    """Return when one of them has ended, or after timeout_s. What was given as a coroutine ends here too."""
-    tasks = [wait if isinstance(wait, asyncio.Task) else asyncio.create_task(wait) for wait in waits]
-    await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    for task, wait in zip(tasks, waits, strict=True):
-        if task is not wait:
-            task.cancel()
