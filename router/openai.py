@@ -19,7 +19,7 @@ from router.request import (
     read_n,
     read_rids,
 )
-from router.state import Router
+from router.state import router_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 _LIMIT_S = 10.0
@@ -87,7 +87,7 @@ def _check_alternatives(fields: dict[str, Any], num_sequences: int) -> None:
 
 async def forward(request: Request) -> Response:
     """What every worker can answer: from the first live one that does."""
-    router: Router = request.app.state.router
+    router = router_of(request)
     path = _quoted(request.scope["path"])
     body = await router.read_body(request.scope, request.receive) if request.method == "POST" else None
     for worker in router.workers.all:
