@@ -573,12 +573,12 @@ def _gone(link: Link) -> WorkerError:
     return WorkerError(f"prefill rank {link.peer.node_id} is gone", code="peer_lost")
 
 
-def _timed_out(lease: Lease) -> TransferError:
+def _timed_out(lease: Lease) -> ServingError:
+    text = f"room {lease.room}: timed out waiting for {lease.waiting_for}"
+    if lease.state is LeaseState.RESERVED:
+        return WorkerError(text, code="bootstrap_timeout")  # as the handshake's own limit, which ends at the same time
     early = lease.waiting_for != "the first token"
-    return TransferError(
-        f"room {lease.room}: timed out waiting for {lease.waiting_for}",
-        code="bootstrap_timeout" if early else "first_token_timeout",
-    )
+    return TransferError(text, code="bootstrap_timeout" if early else "first_token_timeout")
 
 
 def _track_is_possible(offer: Open, track: TrackState, metadata: HandoffMetadata) -> bool:

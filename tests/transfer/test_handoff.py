@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import pytest
 from transfer_rig import Decode, Prefill, metadata, wide_layout
 
 from common.config import LoopbackFaults, TransferConfig, Verify
-from common.errors import AbortedError, RequestError, TransferError
+from common.errors import AbortedError, RequestError, TransferError, WorkerError
 from common.handoff import RoomAddress
 from common.layout import StateKind
 from transfer import Committed, Released, RoomFailed, RoomOpened, Sent
@@ -498,6 +499,19 @@ def test_a_room_that_nobody_expects(config: Config, prefill: Make, decode: Make)
     assert d.wait_for(RoomFailed, 1, 1).error.code == "bootstrap_timeout"
     d.wait_for(Released, 1)
     assert p.pump() == []
+
+
+@pytest.mark.parametrize("first", ["the room's limit", "the handshake's limit"])
+def test_a_node_that_does_not_answer_is_one_error(config: Config, decode: Make, first: str) -> None:
+    """Two limits end at the same time; whichever is looked at first, the client is told the same."""
+    d = decode(config(bootstrap_timeout_s=0.3))
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        d.transfer.open(RoomAddress(host="127.0.0.1", port=mute.getsockname()[1], room=1), "r", THERE, 2)
+        if first == "the room's limit":
+            with d.transfer._lock:
+                d.transfer._check_clocks(time.monotonic() + 1)
+        error = d.wait_for(RoomFailed, 1, 1).error
+    assert (type(error), error.code, error.http_status) == (WorkerError, "bootstrap_timeout", 503)
 
 
 def test_a_room_that_nobody_opens(config: Config, prefill: Make) -> None:
