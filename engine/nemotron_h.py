@@ -19,10 +19,11 @@ from torch import Tensor
 from engine.batch import ForwardBatch, OnLayer
 from engine.model_config import HybridConfig, LayerKind
 from engine.ops.attention import attend_decode, attend_prefill, write_kv
+from engine.ops.chunks import ChunkPlan, plan_chunks
 from engine.ops.conv import ConvPlan, conv_prefill, conv_step, plan_conv
 from engine.ops.linear import Projection
 from engine.ops.norm import gated_rms_norm, rms_norm
-from engine.ops.ssd import ChunkPlan, plan_chunks, ssd_prefill, ssd_step
+from engine.ops.ssd import ssd_prefill, ssd_step
 from engine.pools import StatePools
 
 

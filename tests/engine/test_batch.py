@@ -11,8 +11,8 @@ import torch
 
 from engine.batch import Row, Track, build_batch
 from engine.nemotron_h import Step
+from engine.ops.chunks import plan_chunks
 from engine.ops.conv import plan_conv
-from engine.ops.ssd import plan_chunks
 from engine.tracking import Boundary
 
 PAGE = 4

@@ -11,11 +11,12 @@ from torch.testing import assert_close
 
 from engine.batch import Row, build_batch
 from engine.ops.attention import attend_decode, attend_prefill, attention_ref, write_kv
+from engine.ops.chunks import plan_chunks
 from engine.ops.conv import conv_prefill, conv_ref, conv_step, plan_conv
 from engine.ops.linear import Projection, projection_ref
 from engine.ops.norm import gated_rms_norm, gated_rms_norm_ref, rms_norm, rms_norm_ref
 from engine.ops.slots import index_slots, read_slots, save_states, write_slots
-from engine.ops.ssd import plan_chunks, ssd_prefill, ssd_sequential_ref, ssd_step
+from engine.ops.ssd import ssd_prefill, ssd_sequential_ref, ssd_step
 from engine.tracking import Boundary
 
 SLOTS = 9
