@@ -3,8 +3,8 @@
 Legend: T packed tokens, H heads, E head dim, R rotated part of it.
     angle[p, i] = p * theta^(-2 i / R)                       i < R / 2
     out[i]         = x[i] cos - x[i + R / 2] sin             out[i + R / 2] = x[i + R / 2] cos + x[i] sin
-Angles are products of float32 numbers, because the models were trained with those: at position 131071 they are up to
-0.004 away from the exact ones.
+Angles are products of float32 numbers, because the models were trained with those: at position 131071 they are some
+thousandths away from the exact ones.
 """
 
 from __future__ import annotations

@@ -98,6 +98,12 @@ def test_among_equals_the_first_is_chosen(name: str) -> None:
         assert torch.equal(chosen[:4], torch.arange(4).expand(4, 4))
 
 
+def test_among_equals_of_hundreds_the_first_is_chosen() -> None:
+    logits = torch.randn(50, 512).bfloat16().float()
+    logits[0] = 0
+    assert torch.equal(softmax_of_top_k(logits, 10)[0], softmax_of_top_k_ref(logits, 10)[0])
+
+
 def test_a_sigmoid_without_bias_chooses_the_first_group_among_equals() -> None:
     chosen, weights = top_k_of_sigmoid(torch.zeros(1, X), torch.zeros(X), 4, 4, 2, True, 2.0)
     assert chosen.tolist() == [[0, 1, 2, 3]] and weights.tolist() == [[0.5] * 4]
