@@ -86,7 +86,9 @@ def bundled(rounds: int) -> dict[str, Any]:
 
 def nano_layout() -> StateLayout:
     def pool(kind: StateKind, layer: int, part: str, nbytes: int) -> PoolLayout:
-        return PoolLayout(kind=kind, layer=layer, part=part, dtype="uint8", item_shape=(nbytes,), item_bytes=nbytes)
+        return PoolLayout(
+            kind=kind, layer=layer, part=part, dtype="uint8", item_shape=(nbytes,), item_bytes=nbytes, blocks=()
+        )
 
     pools = [pool(StateKind.KV, layer, part, PAGE_BYTES) for layer in range(NANO_ATTENTION) for part in "kv"]
     for layer in range(NANO_ATTENTION, NANO_ATTENTION + NANO_MAMBA):

@@ -39,7 +39,15 @@ from engine.cuda.memory import plan_memory
 from engine.cuda.runner import CudaRunner
 from engine.kernels.linear import project
 from engine.memory import SequenceMemory
-from engine.model_config import HybridConfig, LayerKind
+from engine.model_config import (
+    Activation,
+    AttentionConfig,
+    GateNorm,
+    HybridConfig,
+    LayerKind,
+    Mamba2Config,
+    MlpConfig,
+)
 from engine.pools import StatePools
 from engine.radix_cache import RadixCache
 from engine.scheduler import Limits, Scheduler
@@ -64,22 +72,36 @@ def nano_9b() -> HybridConfig:
         hidden_size=4480,
         max_position_embeddings=131072,
         eos_token_ids=(),
-        layer_norm_epsilon=1e-5,
+        norm_eps=1e-5,
         tie_word_embeddings=False,
-        num_heads=128,
-        head_dim=80,
-        d_state=128,
-        n_groups=8,
-        conv_kernel=4,
-        chunk_size=128,
-        time_step_limit=(0.0, math.inf),
-        use_bias=False,
-        use_conv_bias=True,
-        attention_heads=40,
-        kv_heads=8,
-        attention_head_dim=128,
-        intermediate_size=15680,
-        mlp_bias=False,
+        embedding_multiplier=1.0,
+        recurrence=Mamba2Config(
+            num_heads=128,
+            head_dim=80,
+            d_state=128,
+            n_groups=8,
+            conv_kernel=4,
+            chunk_size=128,
+            time_step_limit=(0.0, math.inf),
+            in_bias=False,
+            out_bias=False,
+            conv_bias=True,
+            norm=GateNorm.GATE_FIRST,
+        ),
+        attention=AttentionConfig(
+            heads=40,
+            kv_heads=8,
+            head_dim=128,
+            bias=False,
+            scale=128**-0.5,
+            rotary_dim=0,
+            rope_theta=1.0,
+            qk_norm=False,
+            output_gate=False,
+        ),
+        mlp=MlpConfig(intermediate_size=15680, activation=Activation.RELU2, bias=False, fused=False),
+        moe=None,
+        adjustments=(),
     )
 
 

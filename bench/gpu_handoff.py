@@ -26,7 +26,7 @@ import torch
 
 from common.config import TransferConfig, TransportName, Verify
 from common.errors import ConfigError
-from engine.model_config import HybridConfig
+from engine.model_config import HybridConfig, Mamba2Config
 from engine.pools import StatePools
 from node.transport_memory import pool_allocator
 from tests.support.stack import MODEL, Server, free_port, node, running, wait_healthy
@@ -64,6 +64,8 @@ def handoff(config: HybridConfig) -> Figures:
 
 def write_model(config: HybridConfig, folder: Path) -> None:
     """A model's folder without weights, with the tokenizer of the bundled model: prompts are given as ids."""
+    mamba = config.recurrence
+    assert isinstance(mamba, Mamba2Config) and config.mlp is not None
     folder.mkdir()
     shutil.copy(MODEL / "tokenizer.json", folder)
     keys = json.loads((MODEL / "config.json").read_text()) | {
@@ -72,16 +74,16 @@ def write_model(config: HybridConfig, folder: Path) -> None:
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "max_position_embeddings": config.max_position_embeddings,
-        "intermediate_size": config.intermediate_size,
-        "mamba_num_heads": config.num_heads,
-        "mamba_head_dim": config.head_dim,
-        "ssm_state_size": config.d_state,
-        "n_groups": config.n_groups,
-        "conv_kernel": config.conv_kernel,
-        "chunk_size": config.chunk_size,
-        "num_attention_heads": config.attention_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.attention_head_dim,
+        "intermediate_size": config.mlp.intermediate_size,
+        "mamba_num_heads": mamba.num_heads,
+        "mamba_head_dim": mamba.head_dim,
+        "ssm_state_size": mamba.d_state,
+        "n_groups": mamba.n_groups,
+        "conv_kernel": mamba.conv_kernel,
+        "chunk_size": mamba.chunk_size,
+        "num_attention_heads": config.attention.heads,
+        "num_key_value_heads": config.attention.kv_heads,
+        "head_dim": config.attention.head_dim,
     }
     (folder / "config.json").write_text(json.dumps(keys))
 

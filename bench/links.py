@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from common.config import TransferConfig, TransportName
-from engine.model_config import HybridConfig
+from engine.families import read_config
 from engine.pools import StatePools
 from node.transport_memory import pool_allocator
 from transfer.plan import all_layers, plan_pages, plan_slot
@@ -46,7 +46,7 @@ class Shape:
     tokens: tuple[int, ...]
 
     def pools(self, transport: Transport, device: str) -> StatePools:
-        config = HybridConfig.from_folder(str(self.model))
+        config = read_config(str(self.model))
         return StatePools(
             config,
             num_pages=2 * max(self.tokens) // PAGE + 2,

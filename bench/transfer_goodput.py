@@ -64,8 +64,8 @@ def bundled_layout() -> StateLayout:
         "item_shape": (8, 64, 64),
         "item_bytes": 131072,
     }
-    pools = [PoolLayout(layer=layer, part=part, **kv) for layer in (3, 8) for part in ("k", "v")]
-    pools += [PoolLayout(layer=layer, **each) for layer in (0, 2, 4, 6, 9) for each in (conv, ssm)]
+    pools = [PoolLayout(layer=layer, part=part, blocks=(), **kv) for layer in (3, 8) for part in ("k", "v")]
+    pools += [PoolLayout(layer=layer, blocks=(), **each) for layer in (0, 2, 4, 6, 9) for each in (conv, ssm)]
     return StateLayout(
         model="bundled",
         revision="bench",

@@ -22,7 +22,8 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of state of one layer. An item is a page (KV) or a slot (conv, SSM).
 
     part: "k" or "v" for KV, otherwise the kind. item_shape: for KV [page_size, kv_heads, head_dim], for conv
-    [conv_dim, d_conv - 1], for SSM [heads, head_dim, d_state].
+    [conv_dim, d_conv - 1], for SSM [heads, head_dim, d_state] or [heads, key_dim, value_dim]. blocks: for conv, how
+    many channels belong to each of its parts (x, B, C or q, k, v), otherwise empty.
     """
 
     kind: StateKind
@@ -31,6 +32,7 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     item_shape: tuple[int, ...]
     item_bytes: int
+    blocks: tuple[int, ...]
 
 
 class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +72,8 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _brief(pool: PoolLayout) -> str:
-    return f"{pool.kind.value} layer {pool.layer} {pool.dtype} {list(pool.item_shape)}"
+    blocks = f" of parts {list(pool.blocks)}" if pool.blocks else ""
+    return f"{pool.kind.value} layer {pool.layer} {pool.dtype} {list(pool.item_shape)}{blocks}"
 
 
 class PoolPlacement(msgspec.Struct, frozen=True, kw_only=True):

@@ -84,13 +84,15 @@ class PrefillPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Made by `build_batch` only. token_ids int64 [T]. locations int64 [T]: page * page_size + offset of each token.
+    """Made by `build_batch` only. token_ids int64 [T]. positions int64 [T] in the tokens' sequences; None: not wanted.
+    locations int64 [T]: page * page_size + offset of each token.
 
     begun_pages: int64, pages that get their first token in this step and are not filled by it; None: there are none.
     logit_tokens int64 [R]: the packed tokens whose logits are wanted, in the order of the rows given.
     """
 
     token_ids: Tensor
+    positions: Tensor | None
     locations: Tensor
     begun_pages: Tensor | None
     logit_tokens: Tensor
@@ -98,7 +100,9 @@ class ForwardBatch:
     prefill: PrefillPart | None
 
 
-def build_batch(rows: Sequence[Row], *, page_size: int, device: torch.device | str) -> ForwardBatch:
+def build_batch(
+    rows: Sequence[Row], *, page_size: int, with_positions: bool, device: torch.device | str
+) -> ForwardBatch:
     """The step of these rows: at least one, each with at least one token, no slot named twice."""
     for row in rows:
         _check(row, page_size)
@@ -110,6 +114,7 @@ def build_batch(rows: Sequence[Row], *, page_size: int, device: torch.device | s
     packed = [rows[i] for i in order]
     return ForwardBatch(
         token_ids=torch.tensor([token for row in packed for token in row.token_ids], dtype=torch.int64, device=device),
+        positions=_to(np.concatenate([_positions(row) for row in packed]), device) if with_positions else None,
         locations=_to(np.concatenate([_locations(row, page_size) for row in packed]), device),
         begun_pages=_begun_pages(packed, page_size, device),
         logit_tokens=_to(_logit_tokens(rows, order), device),
@@ -134,10 +139,14 @@ def _pages(row: Row, page_size: int) -> int:
     return -(-(row.start + len(row.token_ids)) // page_size)
 
 
+def _positions(row: Row) -> NDArray[np.int64]:
+    return np.arange(row.start, row.start + len(row.token_ids))
+
+
 def _locations(row: Row, page_size: int) -> NDArray[np.int64]:
     if len(row.token_ids) == 1:
         return np.array([row.page_table[row.start // page_size] * page_size + row.start % page_size])
-    positions = np.arange(row.start, row.start + len(row.token_ids))
+    positions = _positions(row)
     return np.asarray(row.page_table)[positions // page_size] * page_size + positions % page_size
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import engine.batch
-import engine.nemotron_h
+import engine.model
 import engine.ops.conv
+import engine.ops.gated_delta
 import engine.ops.ssd
 from common.errors import ConfigError
 from common.sampling import TokenLogprob
@@ -46,7 +47,7 @@ def _put(owner: object, name: str, replacement: object) -> None:
 
 def track_not_written() -> None:
     """The copy into the track slot is skipped: the slot keeps what it had."""
-    for module in (engine.ops.conv, engine.ops.ssd):
+    for module in (engine.ops.conv, engine.ops.ssd, engine.ops.gated_delta):
         _put(module, "save_states", lambda pool, states: None)
 
 
@@ -73,7 +74,7 @@ def track_conv_off_by_one() -> None:
         plan = original(*args)
         return dataclasses.replace(plan, tracks=tuple((slot, begin - 1) for slot, begin in plan.tracks))
 
-    _put(engine.nemotron_h, "plan_conv", shifted)
+    _put(engine.model, "plan_conv", shifted)
 
 
 # -- what is read of it --------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Where the state of every sequence lives: KV pages, conv slots and SSM slots of one rank, on one device.
 
-Legend: A attention layers, M Mamba layers, H heads, P head dim, N state, C conv_dim, W conv width.
+Legend: A layers with keys and values, M layers with recurrent state, C conv_dim, W conv width; a state is [H, P, N] for
+Mamba2 (heads, head dim, state) and [H, K, V] for gated delta (value heads, key dim, value dim).
     kv    [A, 2, pages, page_size, kv_heads, head_dim]   item: one page of K or V of one layer
     conv  [slots, M, C, W - 1]                           item: one slot of one layer; a slot of all layers is one block
-    ssm   [slots, M, H, P, N]                            likewise
+    ssm   [slots, M, *state]                             likewise
 Page 0 and slot 0 pad short rows of a batch; they never belong to a request. Who owns the others is not known here.
 """
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from common.layout import MemoryRange, PoolLayout, PoolPlacement, StateKind, StateLayout
-from engine.model_config import HybridConfig, LayerKind
+from engine.model_config import HybridConfig
 
 ALIGNMENT_BYTES = 64
 _POISON_KV = 1e4
@@ -50,12 +51,11 @@ class StatePools:
         self.config = config
         self.num_pages, self.num_slots, self.page_size = num_pages, num_slots, page_size
         self.revision = revision
-        self.mamba_layers = config.layers_of(LayerKind.MAMBA)
-        self.attention_layers = config.layers_of(LayerKind.ATTENTION)
-        num_mamba, num_attention = len(self.mamba_layers), len(self.attention_layers)
-        kv_shape = (num_attention, 2, num_pages, page_size, config.kv_heads, config.attention_head_dim)
-        conv_shape = (num_slots, num_mamba, config.conv_dim, config.conv_kernel - 1)
-        ssm_shape = (num_slots, num_mamba, config.num_heads, config.head_dim, config.d_state)
+        self.state_layers, self.kv_layers = config.state_layers, config.kv_layers
+        recurrence, attention = config.recurrence, config.attention
+        kv_shape = (len(self.kv_layers), 2, num_pages, page_size, attention.kv_heads, attention.head_dim)
+        conv_shape = (num_slots, len(self.state_layers), recurrence.conv_dim, recurrence.conv_kernel - 1)
+        ssm_shape = (num_slots, len(self.state_layers), *recurrence.state_shape)
         specs = ((kv_shape, dtype), (conv_shape, dtype), (ssm_shape, ssm_dtype))
         kv_bytes, conv_bytes, ssm_bytes = (_padded_bytes(shape, item_dtype) for shape, item_dtype in specs)
         try:
@@ -65,15 +65,15 @@ class StatePools:
         self.kv, self.conv, self.ssm = _carve(self._memory, specs)
 
     def layout(self) -> StateLayout:
-        """Every pool in the order of the layers; a Mamba layer gives conv, ssm, an attention layer gives k, v."""
+        """Every pool in the order of the layers: of a layer conv, ssm, k, v, as far as it has them."""
         return StateLayout(
             model=self.config.model,
             revision=self.revision,
             page_size=self.page_size,
             chunk=self.config.chunk_size,
-            conv_width=self.config.conv_kernel,
+            conv_width=self.config.recurrence.conv_kernel,
             vocab_size=self.config.vocab_size,
-            pools=tuple(_describe(kind, layer, part, items) for kind, layer, part, items in self._pools()),
+            pools=tuple(self._describe(*pool) for pool in self._pools()),
         )
 
     def placements(self) -> tuple[PoolPlacement, ...]:
@@ -100,7 +100,7 @@ class StatePools:
             torch._foreach_copy_([pool[target] for target in targets], [pool[source] for source in sources])
 
     def slot_state(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Clones of a slot: conv [M, C, W - 1] and ssm [M, H, P, N]. For tests."""
+        """Clones of a slot: conv [M, C, W - 1] and ssm [M, *state]. For tests."""
         return self.conv[slot].clone(), self.ssm[slot].clone()
 
     def poison_slot(self, slot: int) -> None:
@@ -114,19 +114,27 @@ class StatePools:
 
     def _pools(self) -> Iterable[tuple[StateKind, int, str, Tensor]]:
         """(kind, layer, part, items) of every pool; items[i] is item i, a view."""
-        attention = mamba = 0
-        for layer, kind in enumerate(self.config.layers):
-            match kind:
-                case LayerKind.MAMBA:
-                    yield StateKind.CONV, layer, "conv", self.conv[:, mamba]
-                    yield StateKind.SSM, layer, "ssm", self.ssm[:, mamba]
-                    mamba += 1
-                case LayerKind.ATTENTION:
-                    yield StateKind.KV, layer, "k", self.kv[attention, 0]
-                    yield StateKind.KV, layer, "v", self.kv[attention, 1]
-                    attention += 1
-                case LayerKind.MLP:
-                    pass
+        for layer in sorted({*self.state_layers, *self.kv_layers}):
+            if layer in self.state_layers:
+                index = self.state_layers.index(layer)
+                yield StateKind.CONV, layer, "conv", self.conv[:, index]
+                yield StateKind.SSM, layer, "ssm", self.ssm[:, index]
+            if layer in self.kv_layers:
+                index = self.kv_layers.index(layer)
+                yield StateKind.KV, layer, "k", self.kv[index, 0]
+                yield StateKind.KV, layer, "v", self.kv[index, 1]
+
+    def _describe(self, kind: StateKind, layer: int, part: str, items: Tensor) -> PoolLayout:
+        shape = tuple(items.shape[1:])
+        return PoolLayout(
+            kind=kind,
+            layer=layer,
+            part=part,
+            dtype=str(items.dtype).removeprefix("torch."),
+            item_shape=shape,
+            item_bytes=math.prod(shape) * items.element_size(),
+            blocks=self.config.recurrence.conv_blocks if kind is StateKind.CONV else (),
+        )
 
 
 def _padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -164,18 +172,6 @@ def _carve(memory: Tensor, specs: Iterable[tuple[tuple[int, ...], torch.dtype]])
         views.append(memory[offset : offset + nbytes].view(dtype).view(shape))
         offset += _padded_bytes(shape, dtype)
     return tuple(views)
-
-
-def _describe(kind: StateKind, layer: int, part: str, items: Tensor) -> PoolLayout:
-    shape = tuple(items.shape[1:])
-    return PoolLayout(
-        kind=kind,
-        layer=layer,
-        part=part,
-        dtype=str(items.dtype).removeprefix("torch."),
-        item_shape=shape,
-        item_bytes=math.prod(shape) * items.element_size(),
-    )
 
 
 def _place(items: Tensor) -> PoolPlacement:

@@ -10,8 +10,9 @@ from torch import Tensor
 from common.config import DType, EngineConfig, ModelConfig
 from common.errors import ConfigError
 from engine.batch import OnLayer, Row, build_batch
+from engine.families import read_config
+from engine.model import HybridModel
 from engine.model_config import HybridConfig
-from engine.nemotron_h import NemotronH
 from engine.pools import StatePools
 from engine.shared_weights import shared_weights
 from engine.weights import weights_of
@@ -20,7 +21,7 @@ from engine.weights import weights_of
 class ModelRunner:
     """Owns the weights and the pools of one device. Not thread-safe: one scheduler thread calls it."""
 
-    def __init__(self, config: HybridConfig, model: NemotronH, pools: StatePools, device: torch.device) -> None:
+    def __init__(self, config: HybridConfig, model: HybridModel, pools: StatePools, device: torch.device) -> None:
         self.config = config
         self.pools = pools
         self._model = model
@@ -42,7 +43,7 @@ class ModelRunner:
         """
         device = torch_device(model_config.device)
         dtype = torch_dtype(model_config.dtype)
-        config = HybridConfig.from_folder(model_config.path)
+        config = read_config(model_config.path)
         with shared_weights(model_config.shared_weights) as sharing:
             weights, revision = weights_of(model_config, config, dtype, device)
             pools = StatePools(
@@ -57,7 +58,7 @@ class ModelRunner:
                 allocate=allocate,
             )
             with torch.inference_mode():
-                model = NemotronH(config, weights, pools)
+                model = HybridModel(config, weights, pools)
             if sharing is not None:
                 sharing.share(model.matrices())
         return cls(config, model, pools, device)
@@ -69,7 +70,13 @@ class ModelRunner:
         Writes K and V of the tokens in the rows' pages, conv and SSM state in their slots, and in their track slots the
         states to be kept. on_layer: see `OnLayer`; what it raises ends the step.
         """
-        return self._model.forward(build_batch(rows, page_size=self.pools.page_size, device=self._device), on_layer)
+        batch = build_batch(
+            rows,
+            page_size=self.pools.page_size,
+            with_positions=self._model.rotary is not None,
+            device=self._device,
+        )
+        return self._model.forward(batch, on_layer)
 
     @torch.inference_mode()
     def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:

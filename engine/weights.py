@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,18 @@ from torch import Tensor
 
 from common.config import LoadFormat, ModelConfig
 from common.errors import ConfigError
-from engine.model_config import HybridConfig, LayerKind
+from engine.families import place_of
+from engine.families.family import Place
+from engine.mixers.attention import attention_shapes
+from engine.mixers.gated_delta import gated_delta_shapes
+from engine.mixers.mamba2 import mamba2_shapes
+from engine.mixers.mixer import Shapes
+from engine.mixers.mlp import mlp_shapes
+from engine.mixers.moe import moe_shapes
+from engine.model_config import GatedDeltaConfig, HybridConfig, LayerKind
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_PREFIXES = ("backbone.", "model.")
-_OTHER_NAMES = {"embedding.weight": "embeddings.weight"}
 _DTYPES = ("F32", "BF16", "F16")
 _READ_BYTES = 8 * 1024 * 1024
 
@@ -27,49 +34,83 @@ _READ_BYTES = 8 * 1024 * 1024
 def load_weights(
     path: str | Path, config: HybridConfig, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Every weight by its canonical name: the file's name without its `backbone.` or `model.` prefix. Some
-    versions of `transformers` write `embedding.weight` for `embeddings.weight`.
+    """Every weight by the engine's name for it, whatever the family's files call it, see `engine.families.place_of`.
 
-    Tensors get `dtype`, except A_log, D, dt_bias and the norms, which are float32. When `tie_word_embeddings` is set
-    and lm_head.weight is absent, it is the embedding itself. Tensors named `mtp.*` are not read.
+    Tensors get `dtype`, except those of `keep_float32`; `config.adjustments` are applied before. Tensors of experts are
+    stacked. When `tie_word_embeddings` is set and lm_head.weight is absent, it is the embedding itself.
     Raises ConfigError naming the file and the tensor: missing, unexpected, of another shape, quantised, truncated.
     """
     folder = Path(path)
     expected = expected_shapes(config)
     files = _weight_files(folder)
+    seen: set[Place] = set()
     weights: dict[str, Tensor] = {}
     for file, wanted in files.items():
-        for name, tensor in _read_file(file, wanted, expected):
-            if name in weights:
-                raise _error(file, name, "it is there twice")
-            weights[name] = tensor.to(device=device, dtype=torch.float32 if keep_float32(name) else dtype, copy=True)
+        for place, full, tensors in _checked(file, wanted, config, expected):
+            _see(place, seen, file, full)
+            value = _adjusted(config, place.name, tensors.get_tensor(full))
+            kept = torch.float32 if keep_float32(place.name) else dtype
+            if place.piece is None:
+                weights[place.name] = value.to(device=device, dtype=kept, copy=True)
+                continue
+            if place.name not in weights:
+                weights[place.name] = torch.empty(expected[place.name], device=device, dtype=kept)
+            weights[place.name][place.piece].copy_(value)
     if config.tie_word_embeddings and "embeddings.weight" in weights:
         weights.setdefault("lm_head.weight", weights["embeddings.weight"])
-    _check_complete(next(iter(files)), expected, weights)
+    _check_complete(next(iter(files)), config, expected, seen)
     return weights
 
 
-def _check_complete(file: Path, expected: Mapping[str, object], found: Container[str]) -> None:
-    missing = [name for name in expected if name not in found]
+def _adjusted(config: HybridConfig, name: str, value: Tensor) -> Tensor:
+    for adjustment in config.adjustments:
+        if re.fullmatch(rf"(.*\.)?{adjustment.pattern}", name):
+            value = value.float() * adjustment.factor + adjustment.offset
+            if adjustment.rows:
+                parts = torch.split(value, [count for count, _ in adjustment.rows])
+                for part, (_, factor) in zip(parts, adjustment.rows, strict=True):
+                    part.mul_(factor)
+    return value
+
+
+def _see(place: Place, seen: set[Place], file: Path, full: str) -> None:
+    if place in seen or (place.piece is not None and Place(place.name) in seen):
+        raise _error(file, full, "it is there twice")
+    seen.add(place)
+
+
+def _check_complete(
+    file: Path, config: HybridConfig, expected: Mapping[str, tuple[int, ...]], seen: set[Place]
+) -> None:
+    """Every tensor has been seen, or every piece of it."""
+    missing = [name for name, shape in expected.items() if not _is_complete(name, shape, seen)]
+    if config.tie_word_embeddings:
+        missing = [name for name in missing if name != "lm_head.weight"]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise _error(file, missing[0], f"missing{more}")
 
 
+def _is_complete(name: str, shape: tuple[int, ...], seen: set[Place]) -> bool:
+    if Place(name) in seen:
+        return True
+    return len(shape) == 3 and ".experts." in name and all(Place(name, piece) in seen for piece in range(shape[0]))
+
+
 def stored_dtypes(path: str | Path, config: HybridConfig) -> dict[str, str]:
-    """The dtype in its file ("BF16") of every weight by its canonical name, from the files' headers alone, which also
+    """The dtype in its file ("BF16") of every weight by the engine's name, from the files' headers alone, which also
     tell a truncated file. Raises ConfigError for what `load_weights` would refuse."""
     expected = expected_shapes(config)
     files = _weight_files(Path(path))
+    seen: set[Place] = set()
     dtypes: dict[str, str] = {}
     for file, wanted in files.items():
-        for name, full, tensors in _checked(file, wanted, expected):
-            if name in dtypes:
-                raise _error(file, name, "it is there twice")
-            dtypes[name] = tensors.get_slice(full).get_dtype()
+        for place, full, tensors in _checked(file, wanted, config, expected):
+            _see(place, seen, file, full)
+            dtypes[place.name] = tensors.get_slice(full).get_dtype()
     if config.tie_word_embeddings and "embeddings.weight" in dtypes:
         dtypes.setdefault("lm_head.weight", dtypes["embeddings.weight"])
-    _check_complete(next(iter(files)), expected, dtypes)
+    _check_complete(next(iter(files)), config, expected, seen)
     return dtypes
 
 
@@ -122,56 +163,49 @@ def weights_revision(path: str | Path) -> str:
 
 def keep_float32(name: str) -> bool:
     """Whether a weight stays float32 whatever the model's dtype: small, and used in float32 arithmetic."""
-    return name.endswith((".A_log", ".D", ".dt_bias", "norm.weight", "norm_f.weight"))
+    ends = (".A_log", ".D", ".dt_bias", "norm.weight", "norm_f.weight", "router.weight", "score_correction_bias")
+    return name.endswith(ends)
 
 
 def expected_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical name and shape of every weight of the model, in the order of the layers."""
+    """Name and shape of every weight of the model, in the order of the layers."""
     hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"embeddings.weight": (config.vocab_size, hidden)}
+    shapes: Shapes = {"embeddings.weight": (config.vocab_size, hidden)}
+    of_kind = {kind: _mixer_shapes(config, kind) for kind in set(config.layers)}
     for layer, kind in enumerate(config.layers):
         shapes[f"layers.{layer}.norm.weight"] = (hidden,)
-        for name, shape in _mixer_shapes(config, kind).items():
-            shapes[f"layers.{layer}.mixer.{name}"] = shape
+        shapes |= {f"layers.{layer}.mixer.{name}": shape for name, shape in of_kind[kind].items()}
     shapes["norm_f.weight"] = (hidden,)
     shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
 
 
-def _mixer_shapes(config: HybridConfig, kind: LayerKind) -> dict[str, tuple[int, ...]]:
+def _mixer_shapes(config: HybridConfig, kind: LayerKind) -> Shapes:
+    hidden = config.hidden_size
     match kind:
         case LayerKind.MAMBA:
-            return _mamba_shapes(config)
+            return _recurrent_shapes(config)
+        case LayerKind.GATED_DELTA:
+            return _recurrent_shapes(config)
         case LayerKind.ATTENTION:
-            return _attention_shapes(config)
+            return attention_shapes(config.attention, hidden)
+        case LayerKind.PARALLEL:
+            mamba = {f"mamba.{name}": shape for name, shape in _recurrent_shapes(config).items()}
+            return mamba | {
+                f"attention.{name}": shape for name, shape in attention_shapes(config.attention, hidden).items()
+            }
         case LayerKind.MLP:
-            return _linear("up_proj", config.intermediate_size, config.hidden_size, config.mlp_bias) | _linear(
-                "down_proj", config.hidden_size, config.intermediate_size, config.mlp_bias
-            )
+            assert config.mlp is not None
+            return mlp_shapes(config.mlp, hidden)
+        case LayerKind.MOE:
+            assert config.moe is not None
+            return moe_shapes(config.moe, hidden)
 
 
-def _mamba_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
-    heads, inner, conv = config.num_heads, config.d_inner, config.conv_dim
-    shapes = _linear("in_proj", inner + conv + heads, config.hidden_size, config.use_bias)
-    shapes |= {"conv1d.weight": (conv, 1, config.conv_kernel)}
-    shapes |= {"conv1d.bias": (conv,)} if config.use_conv_bias else {}
-    shapes |= {"A_log": (heads,), "D": (heads,), "dt_bias": (heads,), "norm.weight": (inner,)}
-    return shapes | _linear("out_proj", config.hidden_size, inner, config.use_bias)
-
-
-def _attention_shapes(config: HybridConfig) -> dict[str, tuple[int, ...]]:
-    query = config.attention_heads * config.attention_head_dim
-    key = config.kv_heads * config.attention_head_dim
-    return {
-        "q_proj.weight": (query, config.hidden_size),
-        "k_proj.weight": (key, config.hidden_size),
-        "v_proj.weight": (key, config.hidden_size),
-        "o_proj.weight": (config.hidden_size, query),
-    }
-
-
-def _linear(name: str, out: int, inner: int, bias: bool) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (out, inner)} | ({f"{name}.bias": (out,)} if bias else {})
+def _recurrent_shapes(config: HybridConfig) -> Shapes:
+    if isinstance(config.recurrence, GatedDeltaConfig):
+        return gated_delta_shapes(config.recurrence, config.hidden_size)
+    return mamba2_shapes(config.recurrence, config.hidden_size)
 
 
 def _weight_files(folder: Path) -> dict[Path, tuple[str, ...] | None]:
@@ -198,46 +232,36 @@ def _read_index(path: Path) -> Mapping[str, str]:
     return index
 
 
-def _read_file(
-    file: Path, wanted: tuple[str, ...] | None, expected: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensors.get_tensor(full)) for name, full, tensors in _checked(file, wanted, expected))
-
-
 def _checked(
-    file: Path, wanted: tuple[str, ...] | None, expected: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, str, Any]]:
-    """(canonical name, name in the file, the open file) of each tensor, which has the right shape."""
+    file: Path, wanted: tuple[str, ...] | None, config: HybridConfig, expected: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[Place, str, Any]]:
+    """(where it belongs, name in the file, the open file) of each tensor, which has the right shape."""
     if not file.is_file():
         raise ConfigError(f"{file}: no such file", param="model_path")
     try:
         with safe_open(file, framework="pt") as tensors:
             stored = set(tensors.keys())
             for full in sorted(wanted if wanted is not None else stored):
-                if full.startswith("mtp."):
+                place = place_of(config, full)
+                if place is None:
                     continue
-                name = _canonical(full)
                 if full not in stored:
                     raise _error(file, full, "missing")
-                _check(file, full, expected.get(name), tensors.get_slice(full))
-                yield name, full, tensors
+                _check(file, full, place, expected.get(place.name), tensors.get_slice(full))
+                yield place, full, tensors
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file}: not a readable safetensors file ({error})", param="model_path") from error
 
 
-def _check(file: Path, name: str, shape: tuple[int, ...] | None, stored: object) -> None:
+def _check(file: Path, name: str, place: Place, shape: tuple[int, ...] | None, stored: object) -> None:
     found, dtype = tuple(stored.get_shape()), stored.get_dtype()  # type: ignore[attr-defined]
-    if shape is None:
+    if shape is None or (place.piece is not None and place.piece >= shape[0]):
         raise _error(file, name, "this model has no such tensor")
+    shape = shape if place.piece is None else shape[1:]
     if found != shape:
         raise _error(file, name, f"its shape is {list(found)}, the config says {list(shape)}")
     if dtype not in _DTYPES:
         raise _error(file, name, f"its dtype is {dtype}, one of {', '.join(_DTYPES)} is needed")
-
-
-def _canonical(name: str) -> str:
-    short = next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
-    return _OTHER_NAMES.get(short, short)
 
 
 def _error(file: Path, tensor: str, reason: str) -> ConfigError:

@@ -18,6 +18,7 @@ from common.errors import ConfigError, ErrorRecord, RequestError, ServingError
 from common.sampling import TokenLogprob
 from engine.allocator import PageAllocator, SlotAllocator
 from engine.backend import make_engine
+from engine.families import read_config
 from engine.grammar import GrammarCompiler
 from engine.memory import SequenceMemory
 from engine.model_config import HybridConfig
@@ -45,7 +46,7 @@ class EngineHost:
     def __init__(self, config: NodeConfig, *, allocate: Allocate | None, hold_after_prefill: bool) -> None:
         torch.set_num_threads(config.engine.threads)
         self.config = config
-        hybrid = HybridConfig.from_folder(config.model.path)
+        hybrid = read_config(config.model.path)
         num_pages = config.engine.max_total_tokens // config.engine.page_size
         tracking = resolve_states(config.engine, hybrid, config.model.device)
         self.context_length = resolve_context_length(config.engine, hybrid)

@@ -13,7 +13,7 @@ import torch
 
 from common.config import DType, LoadFormat, NodeConfig, rank_devices
 from engine.cuda.memory import MemoryPlan, plan_memory
-from engine.model_config import HybridConfig
+from engine.families import read_config
 from engine.pools import StatePools
 from engine.runner import torch_device, torch_dtype
 from engine.weights import stored_dtypes, weights_revision
@@ -62,7 +62,7 @@ class Capacity(NamedTuple):
 
 def architecture(config: NodeConfig) -> Architecture:
     """Raises ConfigError naming what of the folder's config.json a node would refuse."""
-    hybrid = HybridConfig.from_folder(config.model.path)
+    hybrid = read_config(config.model.path)
     kinds = [kind.name.lower() for kind in hybrid.layers]
     layers = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     return Architecture(layers, hybrid.vocab_size, resolve_context_length(config.engine, hybrid))
@@ -71,7 +71,7 @@ def architecture(config: NodeConfig) -> Architecture:
 def weights(config: NodeConfig) -> Weights:
     """Raises ConfigError naming file and tensor."""
     folder = Path(config.model.path)
-    dtypes = stored_dtypes(folder, HybridConfig.from_folder(folder)).values()
+    dtypes = stored_dtypes(folder, read_config(folder)).values()
     return Weights(tuple(sorted(set(dtypes))), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
 
 
@@ -88,7 +88,7 @@ def has_chat_template(config: NodeConfig) -> bool:
 def capacity(config: NodeConfig) -> Capacity:
     """Raises ConfigError for settings that do not go together."""
     engine, devices = config.engine, rank_devices(config)
-    hybrid = HybridConfig.from_folder(config.model.path)
+    hybrid = read_config(config.model.path)
     limits = resolve_limits(engine, resolve_states(engine, hybrid, devices[0]))
     num_pages = engine.max_total_tokens // engine.page_size
     on_card = devices[0].startswith("cuda")
@@ -128,7 +128,7 @@ def fingerprint(config: NodeConfig) -> str:
     """Of the layout that a rank with these settings has. Reads every weight file. Raises ConfigError."""
     model, dummy = config.model, config.model.load_format is LoadFormat.DUMMY
     pools = StatePools(
-        HybridConfig.from_folder(model.path),
+        read_config(model.path),
         num_pages=2,
         num_slots=2,
         page_size=config.engine.page_size,

@@ -62,13 +62,13 @@ class StateLog:
         pools, slot = self._pools, sequence.slot
         assert slot is not None
         pages = sequence.page_table[: -(-length // pools.page_size)]
-        for i, layer in enumerate(pools.attention_layers):
+        for i, layer in enumerate(pools.kv_layers):
             yield "kv", layer, pools.kv[i][:, pages].flatten(1, 2)[:, :length]
-        for i, layer in enumerate(pools.mamba_layers):
+        for i, layer in enumerate(pools.state_layers):
             yield "conv", layer, pools.conv[slot, i]
             yield "ssm", layer, pools.ssm[slot, i]
         if tracked is not None:
-            for i, layer in enumerate(pools.mamba_layers):
+            for i, layer in enumerate(pools.state_layers):
                 yield "track conv", layer, pools.conv[tracked.slot, i]
                 yield "track ssm", layer, pools.ssm[tracked.slot, i]
 

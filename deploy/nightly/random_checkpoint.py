@@ -18,7 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from engine.model_config import HybridConfig
+from engine.families import read_config
 from engine.weights import random_weights
 
 MINI = Path(__file__).resolve().parents[2] / "models" / "tandem-mini"
@@ -58,7 +58,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 def main(config: Path, folder: Path, device: str, shards: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(config.read_text())
-    hybrid = HybridConfig.from_folder(folder)
+    hybrid = read_config(folder)
     drawn = random_weights(hybrid, torch.bfloat16, device)
     names = {name: name if name.startswith("lm_head") else f"backbone.{name}" for name in drawn}
     write_shards({names[name]: tensor for name, tensor in drawn.items()}, folder, shards)

@@ -10,7 +10,7 @@ from torch import Tensor
 from common.config import EngineConfig, ModelConfig
 from engine.cuda.memory import check_memory, plan_memory
 from engine.cuda.runner import CudaRunner
-from engine.model_config import HybridConfig
+from engine.families import read_config
 from engine.pools import StatePools
 from engine.runner import torch_dtype
 from engine.weights import weights_of
@@ -29,7 +29,7 @@ def load_cuda_runner(
 ) -> CudaRunner:
     """See `ModelRunner.load`. step_tokens: of the largest step. Raises ConfigError, also when memory does not suffice:
     before any of it is taken."""
-    config = HybridConfig.from_folder(model_config.path)
+    config = read_config(model_config.path)
     dtype, ssm_dtype = torch_dtype(model_config.dtype), torch_dtype(model_config.ssm_dtype)
     page_size = engine_config.page_size
     plan = plan_memory(

@@ -8,7 +8,7 @@ import math
 import torch
 
 from common.errors import ConfigError
-from engine.model_config import HybridConfig, LayerKind
+from engine.model_config import HybridConfig
 from engine.weights import expected_shapes, keep_float32
 
 _CONTEXT_BYTES = 1 << 30  # libraries, their workspaces, captured graphs, and what the allocator cannot use
@@ -43,15 +43,16 @@ def plan_memory(
     """step_tokens: the most that one step computes. logit_rows: the most that it gives logits of, each in the model's
     dtype, as float32, and as log-probabilities."""
     size = dtype.itemsize
-    attention, mamba = len(config.layers_of(LayerKind.ATTENTION)), len(config.layers_of(LayerKind.MAMBA))
-    conv = config.conv_dim * (config.conv_kernel - 1) * size
-    ssm = config.d_inner * config.d_state * ssm_dtype.itemsize
+    recurrence, attention = config.recurrence, config.attention
+    conv = recurrence.conv_dim * (recurrence.conv_kernel - 1) * size
+    ssm = math.prod(recurrence.state_shape) * ssm_dtype.itemsize
+    kv = 2 * attention.kv_heads * attention.head_dim * size
     return MemoryPlan(
         weights=sum(
             math.prod(shape) * (4 if keep_float32(name) else size) for name, shape in expected_shapes(config).items()
         ),
-        pages=num_pages * page_size * attention * 2 * config.kv_heads * config.attention_head_dim * size,
-        slots=num_slots * mamba * (conv + ssm),
+        pages=num_pages * page_size * len(config.kv_layers) * kv,
+        slots=num_slots * len(config.state_layers) * (conv + ssm),
         step=step_tokens * _token_values(config) * size + logit_rows * config.vocab_size * (size + 8),
         other=_CONTEXT_BYTES,
     )
@@ -59,10 +60,13 @@ def plan_memory(
 
 def _token_values(config: HybridConfig) -> int:
     """Values of one token that are alive at a time in the layer that needs most, with the hidden state and its norm."""
-    query = config.attention_heads * config.attention_head_dim
-    qkv = query + 2 * config.kv_heads * config.attention_head_dim
-    mamba = 3 * config.d_inner + 2 * config.conv_dim + config.num_heads
-    return 2 * config.hidden_size + max(mamba, qkv + query, config.intermediate_size)
+    recurrence, attention, mlp, moe = config.recurrence, config.attention, config.mlp, config.moe
+    query = attention.heads * attention.head_dim
+    qkv = query + 2 * attention.kv_heads * attention.head_dim
+    recurrent = 3 * recurrence.d_inner + 2 * recurrence.conv_dim + recurrence.state_shape[0]
+    wide = 0 if mlp is None else mlp.intermediate_size
+    routed = 0 if moe is None else moe.experts_per_token * (moe.intermediate_size + config.hidden_size)
+    return 2 * config.hidden_size + max(recurrent, qkv + query, wide, routed)
 
 
 def check_memory(plan: MemoryPlan, free_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""NemotronH over the CUDA kernels. The twin is `engine.nemotron_h.NemotronH`: same weights, pools and results.
+"""NemotronH over the CUDA kernels. The twin is `engine.model.HybridModel`: same weights, pools and results.
 
 Legend: T packed tokens, D hidden size, I d_inner, C conv_dim, V vocabulary. Decode rows come first in a pack.
 The hidden states [T, D] are one tensor that every mixer adds its output to.
@@ -23,7 +23,7 @@ from engine.kernels.rows import PackedRows
 from engine.kernels.scan import scan_prefill
 from engine.kernels.step import conv_step, scan_step
 from engine.kernels.tokens import embed
-from engine.model_config import HybridConfig, LayerKind
+from engine.model_config import HybridConfig, LayerKind, Mamba2Config
 from engine.pools import StatePools
 
 MakeLinear = Callable[[Tensor, Tensor | None, Tensor | None], Linear]  # weight, bias, norm in front
@@ -49,11 +49,12 @@ class CudaNemotronH:
         self.config, self.pools = config, pools
         self.embeddings = weights["embeddings.weight"]  # [V, D]
         device, cut = self.embeddings.device, tiling(self.embeddings.device)
-        qkv = (config.attention_heads + 2 * config.kv_heads) * config.attention_head_dim
+        attention = config.attention
+        qkv = (attention.heads + 2 * attention.kv_heads) * attention.head_dim
         widest = max(qkv, *(weight.shape[0] for weight in weights.values()))
         make: MakeLinear = partial(
             Linear,
-            eps=config.layer_norm_epsilon,
+            eps=config.norm_eps,
             few_rows=few_rows,
             tiling=cut,
             workspace=workspace(cut, widest, few_rows, device),
@@ -87,12 +88,14 @@ def _mixer(
     norm = weights[f"layers.{layer}.norm.weight"]
     match config.layers[layer]:
         case LayerKind.MAMBA:
-            index = pools.mamba_layers.index(layer)
+            index = pools.state_layers.index(layer)
             return MambaMixer(config, own, norm, pools.conv[:, index], pools.ssm[:, index], make)
         case LayerKind.ATTENTION:
-            return AttentionMixer(config, own, norm, pools.kv[pools.attention_layers.index(layer)], make)
+            return AttentionMixer(config, own, norm, pools.kv[pools.kv_layers.index(layer)], make)
         case LayerKind.MLP:
             return MlpMixer(own, norm, make)
+        case LayerKind.GATED_DELTA | LayerKind.PARALLEL | LayerKind.MOE:
+            raise AssertionError("refused when the folder is read")
 
 
 class MlpMixer:
@@ -113,7 +116,7 @@ class AttentionMixer:
         self.qkv = make(torch.cat([weights[f"{name}_proj.weight"] for name in "qkv"]), None, norm)
         self.out = make(weights["o_proj.weight"], weights.get("o_proj.bias"), None)
         self.kv = kv
-        self.query_width = config.attention_heads * config.attention_head_dim
+        self.query_width = config.attention.heads * config.attention.head_dim
 
     def forward(self, hidden: Tensor, batch: CudaBatch) -> None:
         qkv = self.qkv(hidden)  # [T, (Q + 2 J) E]
@@ -142,7 +145,8 @@ class MambaMixer:
         ssm_state: Tensor,
         make: MakeLinear,
     ) -> None:
-        self.config = config
+        assert isinstance(config.recurrence, Mamba2Config)
+        self.config, self.eps = config.recurrence, config.norm_eps
         self.conv_state, self.ssm_state = conv_state, ssm_state
         self.inner = make(weights["in_proj.weight"], weights.get("in_proj.bias"), norm)
         self.out = make(weights["out_proj.weight"], weights.get("out_proj.bias"), None)
@@ -187,7 +191,7 @@ class MambaMixer:
         return self._gated(y, gate)
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        return gated_rms_norm(y, gate, self.norm, self.config.n_groups, self.config.layer_norm_epsilon)
+        return gated_rms_norm(y, gate, self.norm, self.config.n_groups, self.eps)
 
     def _split(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, I + C + H] -> gate [T, I], xbc [T, C], dt [T, H], views."""

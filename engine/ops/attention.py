@@ -1,4 +1,4 @@
-"""Causal attention over paged keys and values, without rotary embedding, with grouped query heads.
+"""Causal attention over paged keys and values, with grouped query heads.
 
 Legend: T packed tokens, B decode rows, Q query heads, J key/value heads, E head dim, Z page size.
 A layer's cache is kv [2, pages, Z, J, E]: K, then V. A sequence's pages are a slice of the pool when they ascend by one
@@ -56,31 +56,37 @@ def write_kv(kv: Tensor, locations: Tensor, keys_values: Tensor, begun_pages: Te
     kv.view(2, -1, *kv.shape[3:]).index_copy_(1, locations, keys_values.transpose(0, 1))
 
 
-def attend_decode(query: Tensor, kv: Tensor, spans: tuple[DecodeSpan, ...]) -> Tensor:
-    """One query token a row. query [B, Q, E], kv [2, pages, Z, J, E] with the new tokens written. Returns [B, Q, E]."""
-    outputs = [_decode_span(query[span.begin : span.end], kv, span) for span in spans]
+def attend_decode(query: Tensor, kv: Tensor, spans: tuple[DecodeSpan, ...], scale: float) -> Tensor:
+    """One query token a row. query [B, Q, E], kv [2, pages, Z, J, E] with the new tokens written. Returns [B, Q, E].
+
+    scale: of the scores.
+    """
+    outputs = [_decode_span(query[span.begin : span.end], kv, span, scale) for span in spans]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _decode_span(query: Tensor, kv: Tensor, span: DecodeSpan) -> Tensor:
+def _decode_span(query: Tensor, kv: Tensor, span: DecodeSpan, scale: float) -> Tensor:
     rows, heads, dim = query.shape
     kv_heads = kv.shape[3]
     keys, values = _read_pages(kv, span.pages, rows, span.length)  # [B, J, length, E]
     grouped = query.view(rows, kv_heads, heads // kv_heads, dim)  # query heads of one key head, as query positions
-    return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=span.mask).reshape(rows, heads, dim)
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=span.mask, scale=scale)
+    return out.reshape(rows, heads, dim)
 
 
-def attend_prefill(query: Tensor, keys_values: Tensor, kv: Tensor, spans: tuple[PrefillSpan, ...]) -> Tensor:
+def attend_prefill(
+    query: Tensor, keys_values: Tensor, kv: Tensor, spans: tuple[PrefillSpan, ...], scale: float
+) -> Tensor:
     """Many query tokens a sequence.
 
     query [T, Q, E] and keys_values [T, 2, J, E] of the packed tokens, which are also written in kv already (it is read
-    for sequences with a cached prefix only). Returns [T, Q, E].
+    for sequences with a cached prefix only). scale: of the scores. Returns [T, Q, E].
     """
-    outputs = [_prefill_span(query, keys_values, kv, span) for span in spans]
+    outputs = [_prefill_span(query, keys_values, kv, span, scale) for span in spans]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _prefill_span(query: Tensor, keys_values: Tensor, kv: Tensor, span: PrefillSpan) -> Tensor:
+def _prefill_span(query: Tensor, keys_values: Tensor, kv: Tensor, span: PrefillSpan, scale: float) -> Tensor:
     packed = slice(span.begin, span.end)
     if span.start:
         keys, values = _read_pages(kv, span.pages, 1, span.start + span.end - span.begin)  # [1, J, start + n, E]
@@ -92,6 +98,7 @@ def _prefill_span(query: Tensor, keys_values: Tensor, kv: Tensor, span: PrefillS
         values,
         attn_mask=span.mask,
         is_causal=span.mask is None,
+        scale=scale,
         enable_gqa=True,
     )
     return out.squeeze(0).transpose(0, 1)  # [n, Q, E]
@@ -104,7 +111,7 @@ def _read_pages(kv: Tensor, pages: SlotIndex, rows: int, length: int) -> tuple[T
     return tokens[0], tokens[1]
 
 
-def attention_ref(query: Tensor, kv: Tensor, pages: list[int], start: int) -> Tensor:
+def attention_ref(query: Tensor, kv: Tensor, pages: list[int], start: int, scale: float) -> Tensor:
     """One sequence, query token by query token, in float64: query [n, Q, E] at positions start ... -> [n, Q, E]."""
     keys, values = kv[:, pages].flatten(1, 2).double()  # [tokens, J, E]
     share = query.shape[1] // keys.shape[1]
@@ -112,6 +119,6 @@ def attention_ref(query: Tensor, kv: Tensor, pages: list[int], start: int) -> Te
     for offset, token in enumerate(query.double()):
         seen_keys = keys[: start + offset + 1].repeat_interleave(share, 1)  # [t, Q, E]
         seen_values = values[: start + offset + 1].repeat_interleave(share, 1)
-        scores = (seen_keys * token).sum(-1) / token.shape[-1] ** 0.5  # [t, Q]
+        scores = (seen_keys * token).sum(-1) * scale  # [t, Q]
         outputs.append((torch.softmax(scores, 0)[..., None] * seen_values).sum(0))
     return torch.stack(outputs)

@@ -27,6 +27,10 @@ class Projection:
         if pack and weight.device.type == "cpu" and weight.dtype is torch.float32 and _has_packed_products():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
+    def matrices(self) -> tuple[Tensor, ...]:
+        """Every layout that is kept of the weights."""
+        return (self.matrix,) if self.packed is None else (self.matrix, self.packed)
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, I] -> [T, O]."""
         if self.packed is not None and x.shape[0] >= _PACKED_TOKENS:

@@ -17,8 +17,8 @@ from cli.gate.mutate import FAULTS, HEALTHY, Caught, mutate_options
 from cli.gate.nightly import NightlyOptions, Outcome, checked_settings, exit_code, nightly
 from cli.main import main
 from common.errors import ConfigError
+from engine.families import read_config
 from engine.faults import ENGINE_FAULTS
-from engine.model_config import HybridConfig
 from engine.weights import load_weights
 from node.tokenizer import load_tokenizer
 from tests.accuracy.conftest import make_options
@@ -127,7 +127,7 @@ def test_a_random_checkpoint_is_one_that_nodes_load(tmp_path: Path) -> None:
     script = [sys.executable, str(REPO / "deploy/nightly/random_checkpoint.py"), str(given), str(tmp_path / "model")]
     subprocess.run(script, check=True, timeout=100)
     assert len(list((tmp_path / "model").glob("model-0000?-of-00004.safetensors"))) == 4
-    hybrid = HybridConfig.from_folder(tmp_path / "model")
+    hybrid = read_config(tmp_path / "model")
     weights = load_weights(tmp_path / "model", hybrid, torch.bfloat16, "cpu")
     assert weights["embeddings.weight"].shape[0] == 1500
     tokenizer = load_tokenizer(str(tmp_path / "model"))

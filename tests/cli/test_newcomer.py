@@ -18,7 +18,7 @@ from cli.settings import BUNDLED_MODEL
 from common.config import Verify
 from common.errors import ConfigError
 from common.layout import StateLayout
-from engine.model_config import HybridConfig
+from engine.families import read_config
 from engine.pools import StatePools
 from transfer.messages import PROTOCOL_VERSION, Hello
 from transfer.rendezvous import BootstrapServer, look_up
@@ -49,7 +49,7 @@ def test_what_a_transport_cannot_allocate_is_the_settings_fault(error: Exception
 
 def make_pools(num_pages: int, num_slots: int, allocate: object = None) -> StatePools:
     return StatePools(
-        HybridConfig.from_folder(BUNDLED_MODEL),
+        read_config(BUNDLED_MODEL),
         num_pages=num_pages,
         num_slots=num_slots,
         page_size=16,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.config import EngineConfig
 from engine.batch import OnLayer, Row
-from engine.nemotron_h import NemotronH
+from engine.model import HybridModel
 from engine.runner import ModelRunner
 from engine.scheduler import Chunk
 from engine.sequence import Phase
@@ -51,14 +51,14 @@ def state_of(ranks: Ranks, chunk: Chunk, layer: int) -> Iterator[tuple[str, Tens
     room = ranks.decode.rooms[ranks.prefill.room_of[sequence].room]
     theirs = room.sequence
     here, there = ranks.prefill.host.runner.pools, ranks.decode.host.runner.pools
-    if layer in here.attention_layers:
-        index = here.attention_layers.index(layer)
+    if layer in here.kv_layers:
+        index = here.kv_layers.index(layer)
         first, end = max(chunk.start // PAGE, theirs.num_cached_pages), -(-chunk.end // PAGE)
         for page, their_page in zip(sequence.page_table[first:end], theirs.page_table[first:end], strict=True):
             yield "kv", here.kv[index, :, page], there.kv[index, :, their_page]
-    if layer not in here.mamba_layers or not ends_prompt(chunk):
+    if layer not in here.state_layers or not ends_prompt(chunk):
         return
-    index = here.mamba_layers.index(layer)
+    index = here.state_layers.index(layer)
     slots = [("final", sequence.slot, theirs.slot)]
     tracked = sequence.tracked
     if tracked is not None and tracked.position < chunk.end:
@@ -137,7 +137,7 @@ def test_every_part_of_every_layer_leaves_before_the_next_layer(budget: int, ove
         assert_equivalent(got, undisturbed)
     kinds = {layer: {what for at, what in watch.seen if at == layer} for layer, _ in watch.seen}
     state = {"final conv", "final ssm", "track conv", "track ssm"}
-    assert kinds == {layer: {"kv"} for layer in pools.attention_layers} | dict.fromkeys(pools.mamba_layers, state)
+    assert kinds == {layer: {"kv"} for layer in pools.kv_layers} | dict.fromkeys(pools.state_layers, state)
 
 
 @pytest.mark.parametrize("budget", [CHUNK, 2048])
@@ -170,9 +170,9 @@ def run_two(ranks: Ranks) -> Snapshots:
 
 def reported_before_it_is_written(patch: pytest.MonkeyPatch, layer: int) -> None:
     """The engine speaks of this layer one layer too early."""
-    original = NemotronH.forward
+    original = HybridModel.forward
 
-    def forward(self: NemotronH, batch: object, on_layer: OnLayer | None = None) -> Tensor:
+    def forward(self: HybridModel, batch: object, on_layer: OnLayer | None = None) -> Tensor:
         def early(done: int) -> None:
             if on_layer is not None and done == layer - 1:
                 on_layer(done)
@@ -182,7 +182,7 @@ def reported_before_it_is_written(patch: pytest.MonkeyPatch, layer: int) -> None
 
         return original(self, batch, early)  # type: ignore[arg-type]
 
-    patch.setattr(NemotronH, "forward", forward)
+    patch.setattr(HybridModel, "forward", forward)
 
 
 @pytest.mark.parametrize("layer", [2, 3, 10])
@@ -197,13 +197,13 @@ def test_a_layer_that_leaves_too_early_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("layer", [2, 3])
 def test_a_layer_that_is_not_reported_fails_its_request(monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
-    original = NemotronH.forward
+    original = HybridModel.forward
 
-    def forward(self: NemotronH, batch: object, on_layer: OnLayer | None = None) -> Tensor:
+    def forward(self: HybridModel, batch: object, on_layer: OnLayer | None = None) -> Tensor:
         said = on_layer or (lambda _: None)
         return original(self, batch, lambda done: None if done == layer else said(done))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(NemotronH, "forward", forward)
+    monkeypatch.setattr(HybridModel, "forward", forward)
     with disaggregated_ranks(engine=engine()) as ranks:
         (outcome,) = ranks.run([Request(prompt=prompt(100))])
         assert outcome.error is not None and outcome.error.code == "incomplete"
@@ -230,7 +230,7 @@ def test_logits_that_are_not_finite_abort_what_has_left(monkeypatch: pytest.Monk
         watch = Watch(ranks)
         outcomes = ranks.run(tasks)
         pools = ranks.prefill.host.runner.pools
-        assert {layer for layer, _ in watch.seen} == {*pools.mamba_layers, *pools.attention_layers}
+        assert {layer for layer, _ in watch.seen} == {*pools.state_layers, *pools.kv_layers}
         assert outcomes[0].error is not None and outcomes[0].tokens == []
         assert_equivalent(outcomes[1], expected)
         assert ranks.decode.transfer.stats()["rooms_total"] == {"failed": 1, "committed": 1}

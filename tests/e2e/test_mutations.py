@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import engine.batch
-import engine.nemotron_h
+import engine.model
 import engine.ops.conv
 import engine.ops.ssd
 import engine.runner
@@ -106,18 +106,18 @@ def decode_copy_skipped(patch: Patch) -> None:
 
 
 def conv_window_off_by_one(patch: Patch) -> None:
-    original = engine.nemotron_h.plan_conv
+    original = engine.model.plan_conv
 
     def shifted(*args: Any) -> Any:
         plan = original(*args)
         return dataclasses.replace(plan, tracks=tuple((slot, begin - 1) for slot, begin in plan.tracks))
 
-    patch.setattr(engine.nemotron_h, "plan_conv", shifted)
+    patch.setattr(engine.model, "plan_conv", shifted)
 
 
 def global_grid(patch: Patch) -> None:
     """Chunks are cells of the packed batch, and the state that is saved is the one that such a cell begins with."""
-    original = engine.nemotron_h.plan_chunks
+    original = engine.model.plan_chunks
 
     def packed(
         starts: Sequence[int], lengths: Sequence[int], chunk: int, tracks: Sequence[Boundary], device: Any
@@ -132,7 +132,7 @@ def global_grid(patch: Patch) -> None:
 
         return dataclasses.replace(plan, tracks=tuple((one.slot, row(one)) for one in tracks))
 
-    patch.setattr(engine.nemotron_h, "plan_chunks", packed)
+    patch.setattr(engine.model, "plan_chunks", packed)
 
 
 def recorded_a_chunk_too_late(patch: Patch) -> None:

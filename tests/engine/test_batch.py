@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
-from engine.batch import Row, Track, build_batch
-from engine.nemotron_h import Step
+from engine.batch import ForwardBatch, Row, Track, build_batch
+from engine.mixers.mixer import Step
 from engine.ops.chunks import plan_chunks
 from engine.ops.conv import plan_conv
+from engine.ops.rotary import Rotary
 from engine.tracking import Boundary
 
 PAGE = 4
@@ -25,6 +26,10 @@ def metadata_types(*roots: typing.Any) -> Iterator[type]:
             yield root
             yield from metadata_types(*typing.get_type_hints(root).values())
         yield from metadata_types(*typing.get_args(root))
+
+
+def build(rows: Sequence[Row]) -> ForwardBatch:
+    return build_batch(rows, page_size=PAGE, with_positions=True, device="cpu")
 
 
 METADATA = sorted(set(metadata_types(Row, Step)), key=lambda cls: cls.__name__)
@@ -74,24 +79,31 @@ def unset(value: object, path: str) -> list[str]:
 
 
 def test_every_field_is_set_when_there_is_something_to_say() -> None:
-    batch = build_batch(EVERYTHING, page_size=PAGE, device="cpu")
+    batch = build(EVERYTHING)
     part = batch.prefill
-    assert part is not None
+    assert part is not None and batch.positions is not None
     step = Step(
         batch=batch,
         conv_plan=plan_conv(part.lengths, 4, part.tracks, "cpu"),
         chunk_plan=plan_chunks(part.starts, part.lengths, 8, part.tracks, "cpu"),
+        turn=Rotary(4, 10000.0, "cpu").at(batch.positions),
     )
     assert unset(step, "step") == []
 
 
+def test_positions_count_from_the_start_of_each_sequence() -> None:
+    """Decode rows first, by slot."""
+    assert build(ROWS).positions.tolist() == [3, 9, 0, 1, 2, 3, 4, 3, 4, 0]  # type: ignore[union-attr]
+    assert build_batch(ROWS, page_size=PAGE, with_positions=False, device="cpu").positions is None
+
+
 def test_tracks_follow_their_rows() -> None:
-    batch = build_batch(EVERYTHING, page_size=PAGE, device="cpu")
+    batch = build(EVERYTHING)
     assert batch.decode is not None and batch.prefill is not None
     assert batch.decode.tracks == ((2, 3), (10, 1))
     assert batch.prefill.tracks == (Boundary(0, 4, 20), Boundary(2, 8, 5))
     without = [dataclasses.replace(row, track=None) for row in EVERYTHING]
-    bare = build_batch(without, page_size=PAGE, device="cpu")
+    bare = build(without)
     assert bare.decode is not None and bare.prefill is not None
     assert bare.decode.tracks == () and bare.prefill.tracks == ()
 
@@ -104,7 +116,7 @@ def test_a_step_saves_only_states_that_it_passes(row: int, track: Track) -> None
     rows = list(EVERYTHING)
     rows[row] = dataclasses.replace(rows[row], track=track)
     with pytest.raises(AssertionError, match=r"does not reach|nobody"):
-        build_batch(rows, page_size=PAGE, device="cpu")
+        build(rows)
 
 
 @pytest.mark.parametrize("slot", [6, 2, 9, 12, 4, 10, 3, 5, 1])
@@ -112,11 +124,11 @@ def test_a_track_slot_is_nobody_elses(slot: int) -> None:
     """Not its own row's slot, not another row's, not another track slot."""
     rows = [dataclasses.replace(EVERYTHING[0], track=Track(8, slot)), *EVERYTHING[1:]]
     with pytest.raises(AssertionError, match="one row"):
-        build_batch(rows, page_size=PAGE, device="cpu")
+        build(rows)
 
 
 def test_decode_rows_come_first_by_slot_then_the_others_as_given() -> None:
-    batch = build_batch(ROWS, page_size=PAGE, device="cpu")
+    batch = build(ROWS)
     assert batch.token_ids.tolist() == [40, 20, 10, 11, 12, 13, 14, 30, 31, 50]
     assert batch.locations.tolist() == [35, 17, 20, 21, 22, 23, 12, 27, 28, 40]
     assert batch.decode is not None and batch.decode.rows == 2 and batch.decode.slots == slice(7, 9)
@@ -128,7 +140,7 @@ def test_decode_rows_come_first_by_slot_then_the_others_as_given() -> None:
 
 def test_pages_that_are_begun_and_not_filled() -> None:
     def begun(start: int, length: int) -> list[int] | None:
-        found = build_batch([Row([1] * length, start, [7, 8, 9], 1, 0, None)], page_size=PAGE, device="cpu").begun_pages
+        found = build([Row([1] * length, start, [7, 8, 9], 1, 0, None)]).begun_pages
         return None if found is None else found.tolist()
 
     assert begun(0, 1) == [7] and begun(0, 4) is None and begun(0, 5) == [8]
@@ -137,15 +149,15 @@ def test_pages_that_are_begun_and_not_filled() -> None:
 
 
 def test_logits_are_asked_for_in_the_order_given() -> None:
-    batch = build_batch(ROWS, page_size=PAGE, device="cpu")
+    batch = build(ROWS)
     wanted = [13, 14, 20, 40, 50]
     assert batch.token_ids[batch.logit_tokens].tolist() == wanted
-    nothing = build_batch([dataclasses.replace(ROWS[0], num_logits=0)], page_size=PAGE, device="cpu")
+    nothing = build([dataclasses.replace(ROWS[0], num_logits=0)])
     assert nothing.logit_tokens.shape == (0,)
 
 
 def test_spans_cover_the_pages_in_use_and_no_more() -> None:
-    batch = build_batch(ROWS, page_size=PAGE, device="cpu")
+    batch = build(ROWS)
     assert batch.decode is not None and batch.prefill is not None
     (span,) = batch.decode.spans
     assert isinstance(span.pages, torch.Tensor) and span.pages.tolist() == [8, 0, 0, 1, 2, 4]
@@ -159,15 +171,15 @@ def test_spans_cover_the_pages_in_use_and_no_more() -> None:
 
 
 def test_pure_batches_have_one_part() -> None:
-    decode = build_batch([ROWS[1], ROWS[3]], page_size=PAGE, device="cpu")
+    decode = build([ROWS[1], ROWS[3]])
     assert decode.prefill is None and decode.decode is not None
-    prefill = build_batch([ROWS[0], ROWS[2]], page_size=PAGE, device="cpu")
+    prefill = build([ROWS[0], ROWS[2]])
     assert prefill.decode is None and prefill.prefill is not None
 
 
 def test_large_decode_batches_are_attended_row_by_row() -> None:
     rows = [Row([1], 4095, list(range(1 + slot * 1024, 1 + (slot + 1) * 1024)), slot + 1, 1, None) for slot in range(3)]
-    batch = build_batch(rows, page_size=PAGE, device="cpu")
+    batch = build(rows)
     assert batch.decode is not None
     assert [(span.begin, span.end, span.length, span.mask) for span in batch.decode.spans] == [
         (0, 1, 4096, None),
@@ -188,9 +200,9 @@ def test_large_decode_batches_are_attended_row_by_row() -> None:
 )
 def test_rows_that_cannot_be_are_our_own_bugs(change: dict[str, object]) -> None:
     with pytest.raises(AssertionError):
-        build_batch([dataclasses.replace(ROWS[0], **change)], page_size=PAGE, device="cpu")  # type: ignore[arg-type]
+        build([dataclasses.replace(ROWS[0], **change)])  # type: ignore[arg-type]
 
 
 def test_a_slot_belongs_to_one_row() -> None:
     with pytest.raises(AssertionError, match="one row"):
-        build_batch([ROWS[0], dataclasses.replace(ROWS[1], slot=6)], page_size=PAGE, device="cpu")
+        build([ROWS[0], dataclasses.replace(ROWS[1], slot=6)])

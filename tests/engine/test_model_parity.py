@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 from common.config import DType, EngineConfig, ModelConfig
 from engine.batch import Row
-from engine.model_config import HybridConfig, LayerKind
+from engine.families import read_config
+from engine.model_config import HybridConfig, LayerKind, Mamba2Config
 from engine.ops.attention import attention_ref
 from engine.ops.conv import conv_ref
 from engine.ops.linear import projection_ref
@@ -136,7 +137,7 @@ def sequential(
     conv_states, ssm_states = [], []
     for layer, kind in enumerate(config.layers):
         own = dict(_under(f"layers.{layer}.mixer.", weights))
-        normed = rms_norm_ref(hidden, weights[f"layers.{layer}.norm.weight"], config.layer_norm_epsilon)
+        normed = rms_norm_ref(hidden, weights[f"layers.{layer}.norm.weight"], config.norm_eps)
         match kind:
             case LayerKind.MLP:
                 wide = torch.relu(projection_ref(normed, own["up_proj.weight"], own.get("up_proj.bias"))) ** 2
@@ -148,7 +149,7 @@ def sequential(
                 conv_states.append(conv_state)
                 ssm_states.append(ssm_state)
         hidden = hidden + out
-    hidden = rms_norm_ref(hidden, weights["norm_f.weight"], config.layer_norm_epsilon)
+    hidden = rms_norm_ref(hidden, weights["norm_f.weight"], config.norm_eps)
     return projection_ref(hidden, weights["lm_head.weight"], None), conv_states, ssm_states
 
 
@@ -158,30 +159,32 @@ def _under(prefix: str, weights: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
 
 def _sequential_attention(config: HybridConfig, own: dict[str, Tensor], normed: Tensor) -> Tensor:
     query, keys, values = (projection_ref(normed, own[f"{name}_proj.weight"], None) for name in "qkv")
-    dim = config.attention_head_dim
-    kv = torch.stack((keys, values)).view(2, len(normed), 1, config.kv_heads, dim)  # pages of one token
-    out = attention_ref(query.view(len(normed), -1, dim), kv, list(range(len(normed))), 0)
+    dim = config.attention.head_dim
+    kv = torch.stack((keys, values)).view(2, len(normed), 1, config.attention.kv_heads, dim)  # pages of one token
+    out = attention_ref(query.view(len(normed), -1, dim), kv, list(range(len(normed))), 0, config.attention.scale)
     return projection_ref(out.flatten(1), own["o_proj.weight"], None)
 
 
 def _sequential_mamba(config: HybridConfig, own: dict[str, Tensor], normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    count, shared = len(normed), config.n_groups * config.d_state
+    mamba = config.recurrence
+    assert isinstance(mamba, Mamba2Config)
+    count, shared = len(normed), mamba.n_groups * mamba.d_state
     projected = projection_ref(normed, own["in_proj.weight"], own.get("in_proj.bias"))
-    gate, xbc, dt = projected.split([config.d_inner, config.conv_dim, config.num_heads], dim=1)
-    conv_state = torch.zeros(config.conv_dim, config.conv_kernel - 1)
+    gate, xbc, dt = projected.split([mamba.d_inner, mamba.conv_dim, mamba.num_heads], dim=1)
+    conv_state = torch.zeros(mamba.conv_dim, mamba.conv_kernel - 1)
     xbc, conv_state = conv_ref(xbc, conv_state, own["conv1d.weight"].squeeze(1).t(), own.get("conv1d.bias"))
-    x, b, c = xbc.split([config.d_inner, shared, shared], dim=1)
-    dt = torch.log1p(torch.exp(dt + own["dt_bias"].double())).clamp(*config.time_step_limit)
+    x, b, c = xbc.split([mamba.d_inner, shared, shared], dim=1)
+    dt = torch.log1p(torch.exp(dt + own["dt_bias"].double())).clamp(*mamba.time_step_limit)
     y, ssm_state = ssd_sequential_ref(
-        x.view(count, config.num_heads, -1),
+        x.view(count, mamba.num_heads, -1),
         dt,
         -torch.exp(own["A_log"].double()),
-        b.view(count, config.n_groups, -1),
-        c.view(count, config.n_groups, -1),
+        b.view(count, mamba.n_groups, -1),
+        c.view(count, mamba.n_groups, -1),
         own["D"],
-        torch.zeros(config.num_heads, config.head_dim, config.d_state),
+        torch.zeros(mamba.num_heads, mamba.head_dim, mamba.d_state),
     )
-    y = gated_rms_norm_ref(y.flatten(1), gate, own["norm.weight"], config.n_groups, config.layer_norm_epsilon)
+    y = gated_rms_norm_ref(y.flatten(1), gate, own["norm.weight"], mamba.n_groups, config.norm_eps)
     return projection_ref(y, own["out_proj.weight"], own.get("out_proj.bias")), conv_state, ssm_state
 
 
@@ -349,4 +352,4 @@ def test_pools_live_in_the_memory_given(folders: Folders) -> None:
     assert [block.address for block in runner.pools.ranges()] == [memory.data_ptr() for memory in taken]
     layout = runner.pools.layout()
     assert layout.page_size == PAGE and len(layout.revision) == 16
-    assert runner.config == HybridConfig.from_folder(folders("small"))
+    assert runner.config == read_config(folders("small"))

@@ -298,12 +298,12 @@ def test_a_position_inside_a_chunk_cannot_be_saved(labs: Labs) -> None:
 def layer_state(lab: Lab, rows: Sequence[Row], layer: int) -> list[Tensor]:
     """Clones of what the rows own of a layer: KV pages, or conv and SSM state of slots and track slots."""
     pools = lab.runner.pools
-    if layer in pools.attention_layers:
-        kv = pools.kv[pools.attention_layers.index(layer)]
+    if layer in pools.kv_layers:
+        kv = pools.kv[pools.kv_layers.index(layer)]
         return [kv[:, list(row.page_table)].clone() for row in rows]
-    if layer not in pools.mamba_layers:
+    if layer not in pools.state_layers:
         return []
-    index = pools.mamba_layers.index(layer)
+    index = pools.state_layers.index(layer)
     slots = [slot for row in rows for slot in (row.slot, *([row.track.slot] if row.track else []))]
     return [state[slot, index].clone() for slot in slots for state in (pools.conv, pools.ssm)]
 

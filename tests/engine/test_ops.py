@@ -313,9 +313,10 @@ def paged_rows(pieces: list[tuple[int, int]], contiguous: bool) -> list[Row]:
         [(2, 1), (0, 5), (6, 7), (11, 1)],
     ],
 )
-def test_attention(pieces: list[tuple[int, int]], contiguous: bool) -> None:
+@pytest.mark.parametrize("scale", [6**-0.5, 0.125])
+def test_attention(pieces: list[tuple[int, int]], contiguous: bool, scale: float) -> None:
     rows = paged_rows(pieces, contiguous)
-    batch = build_batch(rows, page_size=PAGE, device="cpu")
+    batch = build_batch(rows, page_size=PAGE, with_positions=False, device="cpu")
     tokens, decode = sum(length for _, length in pieces), batch.decode.rows if batch.decode else 0
     num_pages = max(max(row.page_table) for row in rows) + 2
     kv = torch.randn(2, num_pages, PAGE, 2, 6)
@@ -329,9 +330,9 @@ def test_attention(pieces: list[tuple[int, int]], contiguous: bool) -> None:
     write_kv(kv, batch.locations, fresh_kv, batch.begun_pages)
     parts = []
     if batch.decode:
-        parts.append(attend_decode(query[:decode], kv, batch.decode.spans))
+        parts.append(attend_decode(query[:decode], kv, batch.decode.spans, scale))
     if batch.prefill:
-        parts.append(attend_prefill(query[decode:], fresh_kv[decode:], kv, batch.prefill.spans))
+        parts.append(attend_prefill(query[decode:], fresh_kv[decode:], kv, batch.prefill.spans, scale))
     out = torch.cat(parts)
 
     packed = [row for row in rows if row.start and len(row.token_ids) == 1]
@@ -344,7 +345,7 @@ def test_attention(pieces: list[tuple[int, int]], contiguous: bool) -> None:
             page = row.page_table[place // PAGE]
             assert torch.equal(kv[:, page, place % PAGE], fresh_kv[position + offset])
             before[:, page, place % PAGE] = fresh_kv[position + offset]
-        expected = attention_ref(query[position : position + length], kv, list(row.page_table), row.start)
+        expected = attention_ref(query[position : position + length], kv, list(row.page_table), row.start, scale)
         close(out[position : position + length], expected)
         position += length
     assert_close(kv, before, rtol=0, atol=0, equal_nan=True)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from common.layout import StateKind
+from engine.families import read_config
 from engine.model_config import HybridConfig
 from engine.pools import ALIGNMENT_BYTES, StatePools
 
 
 @pytest.fixture
 def config(folders: Callable[[str], Path]) -> HybridConfig:
-    return HybridConfig.from_folder(folders("biased"))  # *M-M*M-
+    return read_config(folders("biased"))  # *M-M*M-
 
 
 def make(
@@ -44,11 +45,11 @@ def item(pools: StatePools, kind: StateKind, layer: int, part: str, index: int) 
     """The tensor of one item, found without placements."""
     match kind:
         case StateKind.KV:
-            return pools.kv[pools.attention_layers.index(layer), "kv".index(part), index]
+            return pools.kv[pools.kv_layers.index(layer), "kv".index(part), index]
         case StateKind.CONV:
-            return pools.conv[index, pools.mamba_layers.index(layer)]
+            return pools.conv[index, pools.state_layers.index(layer)]
         case StateKind.SSM:
-            return pools.ssm[index, pools.mamba_layers.index(layer)]
+            return pools.ssm[index, pools.state_layers.index(layer)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,7 +85,10 @@ def test_layout_follows_the_layers(config: HybridConfig) -> None:
     ]
     keys, _, conv, ssm = layout.pools[:4]
     assert (keys.dtype, keys.item_shape, keys.item_bytes) == ("bfloat16", (3, 1, 10), 3 * 10 * 2)
-    assert (conv.dtype, conv.item_shape) == ("bfloat16", (config.conv_dim, config.conv_kernel - 1))
+    assert (conv.dtype, conv.item_shape) == (
+        "bfloat16",
+        (config.recurrence.conv_dim, config.recurrence.conv_kernel - 1),
+    )
     assert (ssm.dtype, ssm.item_shape, ssm.item_bytes) == ("float32", (6, 8, 20), 6 * 8 * 20 * 4)
     assert (layout.model, layout.revision, layout.vocab_size) == ("nemotron_h", "0123456789abcdef", 97)
     assert (layout.page_size, layout.chunk, layout.conv_width) == (3, 16, 3)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.config import LoadFormat, ModelConfig
 from common.errors import ConfigError
-from engine.model_config import HybridConfig
+from engine.families import read_config
 from engine.weights import expected_shapes, keep_float32, load_weights, weights_of, weights_revision
 
 NAME = "backbone.layers.0.mixer.in_proj.weight"
@@ -28,7 +28,7 @@ def folder(folders: Callable[[str], Path], tmp_path: Path) -> Path:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    return load_weights(folder, HybridConfig.from_folder(folder), dtype, "cpu")
+    return load_weights(folder, read_config(folder), dtype, "cpu")
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
@@ -50,9 +50,7 @@ def shard(folder: Path) -> None:
 
 def test_every_weight_in_its_shape(folder: Path) -> None:
     weights = load(folder)
-    assert {name: tuple(weight.shape) for name, weight in weights.items()} == expected_shapes(
-        HybridConfig.from_folder(folder)
-    )
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == expected_shapes(read_config(folder))
 
 
 def test_naming_schemes_and_shards_give_the_same(folder: Path) -> None:
@@ -89,7 +87,7 @@ def test_a_tied_head_is_the_embedding(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(ConfigError, match=r"lm_head\.weight: missing"):
         load(folder)
-    tied = dataclasses.replace(HybridConfig.from_folder(folder), tie_word_embeddings=True)
+    tied = dataclasses.replace(read_config(folder), tie_word_embeddings=True)
     weights = load_weights(folder, tied, torch.float32, "cpu")
     assert weights["lm_head.weight"] is weights["embeddings.weight"]
 
@@ -128,7 +126,7 @@ def test_broken_files_are_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match="neither"):
         load(folder)
     with pytest.raises(ConfigError, match="no such folder"):
-        load_weights(folder / "nowhere", HybridConfig.from_folder(folder), torch.float32, "cpu")
+        load_weights(folder / "nowhere", read_config(folder), torch.float32, "cpu")
 
 
 def test_broken_shards_are_named(folder: Path) -> None:
@@ -168,7 +166,7 @@ def test_revision_follows_every_byte(folder: Path) -> None:
 
 def test_dummy_weights_need_no_file_and_are_the_same_twice(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    config = HybridConfig.from_folder(folder)
+    config = read_config(folder)
     model = ModelConfig(path=str(folder), load_format=LoadFormat.DUMMY)
     (first, revision), (again, _) = (weights_of(model, config, torch.bfloat16, "cpu") for _ in range(2))
     assert {name: tuple(weight.shape) for name, weight in first.items()} == expected_shapes(config)

@@ -16,8 +16,8 @@ from engine.cuda.batch import LAST_TOKEN
 from engine.cuda.device import CudaDevice
 from engine.cuda.runner import CudaRunner
 from engine.device import Device, PlannedRow
-from engine.model_config import HybridConfig, LayerKind
-from engine.nemotron_h import NemotronH
+from engine.model import HybridModel
+from engine.model_config import Activation, HybridConfig, LayerKind, MlpConfig
 from engine.pools import StatePools
 from engine.runner import ModelRunner
 from engine.weights import expected_shapes
@@ -33,29 +33,28 @@ SHAPES = {
 
 def make_config(name: str) -> HybridConfig:
     hidden, heads, head_dim, d_state, groups, chunk, bias = SHAPES[name]
-    return HybridConfig(
-        model="nemotron_h",
+    from bench.gpu import nano_9b
+
+    full = nano_9b()
+    return dataclasses.replace(
+        full,
         layers=tuple(LayerKind(letter) for letter in "M*-"),
         vocab_size=97,
         hidden_size=hidden,
-        num_heads=heads,
-        head_dim=head_dim,
-        d_state=d_state,
-        n_groups=groups,
-        chunk_size=chunk,
         max_position_embeddings=512,
         eos_token_ids=(2,),
-        layer_norm_epsilon=1e-5,
-        tie_word_embeddings=False,
-        conv_kernel=4,
-        time_step_limit=(0.0, float("inf")),
-        use_bias=bias,
-        use_conv_bias=True,
-        attention_heads=4,
-        kv_heads=2,
-        attention_head_dim=16,
-        intermediate_size=72,
-        mlp_bias=bias,
+        recurrence=dataclasses.replace(
+            full.recurrence,
+            num_heads=heads,
+            head_dim=head_dim,
+            d_state=d_state,
+            n_groups=groups,
+            chunk_size=chunk,
+            in_bias=bias,
+            out_bias=bias,
+        ),
+        attention=dataclasses.replace(full.attention, heads=4, kv_heads=2, head_dim=16, scale=0.25),
+        mlp=MlpConfig(intermediate_size=72, activation=Activation.RELU2, bias=bias, fused=False),
     )
 
 
@@ -81,7 +80,9 @@ class Pair:
         weights = make_weights(self.config, dtype, device)
         self.pools = [make_pools(self.config, dtype, device) for _ in range(2)]
         with torch.inference_mode():
-            self.twin = ModelRunner(self.config, NemotronH(self.config, weights, self.pools[0]), self.pools[0], device)
+            self.twin = ModelRunner(
+                self.config, HybridModel(self.config, weights, self.pools[0]), self.pools[0], device
+            )
         self.runner = CudaRunner(
             self.config,
             weights,

@@ -20,7 +20,7 @@ from common.config import DType, EngineConfig, TransportName
 from common.errors import ConfigError
 from common.sampling import LogprobOptions, SamplingParams
 from engine.batch import Row
-from engine.model_config import HybridConfig, LayerKind
+from engine.model_config import HybridConfig, LayerKind, Mamba2Config
 from engine.ops.attention import attention_ref
 from engine.ops.conv import conv_ref
 from engine.ops.norm import gated_rms_norm_ref, rms_norm_ref
@@ -278,7 +278,7 @@ def nano_layer(kind: LayerKind) -> HybridConfig:
     return dataclasses.replace(nano_9b(), layers=(kind,), vocab_size=512)
 
 
-@pytest.mark.parametrize("kind", list(LayerKind))
+@pytest.mark.parametrize("kind", [LayerKind.MAMBA, LayerKind.ATTENTION, LayerKind.MLP])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
 def test_one_layer_at_full_width_against_float64(kind: LayerKind, dtype: torch.dtype, bound: float) -> None:
     """Prefill of two prompts off the chunk grid, then two decode steps, of one layer with embedding and head around."""
@@ -323,38 +323,40 @@ def layer_logits(config: HybridConfig, weights: dict[str, Tensor], tokens: list[
     """Logits of every token of a model with one layer, in float64 throughout: [n, V]."""
     wide = {name.removeprefix("layers.0.mixer."): value.double() for name, value in weights.items()}
     hidden = wide["embeddings.weight"][tokens]
-    x = rms_norm_ref(hidden, wide["layers.0.norm.weight"], config.layer_norm_epsilon)
+    x = rms_norm_ref(hidden, wide["layers.0.norm.weight"], config.norm_eps)
     match config.layers[0]:
         case LayerKind.MLP:
             out = torch.relu(x @ wide["up_proj.weight"].t()).square() @ wide["down_proj.weight"].t()
         case LayerKind.ATTENTION:
             q, k, v = (x @ wide[f"{name}_proj.weight"].t() for name in "qkv")
-            shape = (len(tokens), config.kv_heads, config.attention_head_dim)
+            shape = (len(tokens), config.attention.kv_heads, config.attention.head_dim)
             kv = torch.stack((k.view(shape), v.view(shape))).unsqueeze(1)  # one page
-            heads = q.view(len(tokens), config.attention_heads, config.attention_head_dim)
-            out = attention_ref(heads, kv, [0], 0).flatten(1) @ wide["o_proj.weight"].t()
+            heads = q.view(len(tokens), config.attention.heads, config.attention.head_dim)
+            out = attention_ref(heads, kv, [0], 0, config.attention.scale).flatten(1) @ wide["o_proj.weight"].t()
         case LayerKind.MAMBA:
             out = mamba_ref(config, wide, x)
-    hidden = rms_norm_ref(hidden + out, wide["norm_f.weight"], config.layer_norm_epsilon)
+    hidden = rms_norm_ref(hidden + out, wide["norm_f.weight"], config.norm_eps)
     return hidden @ wide["lm_head.weight"].t()
 
 
 def mamba_ref(config: HybridConfig, wide: dict[str, Tensor], x: Tensor) -> Tensor:
-    inner, state, groups = config.d_inner, config.d_state, config.n_groups
-    gate, xbc, dt = torch.split(x @ wide["in_proj.weight"].t(), [inner, config.conv_dim, config.num_heads], dim=1)
-    window = torch.zeros(config.conv_dim, config.conv_kernel - 1, device=x.device, dtype=torch.float64)
+    mamba = config.recurrence
+    assert isinstance(mamba, Mamba2Config)
+    inner, state, groups = mamba.d_inner, mamba.d_state, mamba.n_groups
+    gate, xbc, dt = torch.split(x @ wide["in_proj.weight"].t(), [inner, mamba.conv_dim, mamba.num_heads], dim=1)
+    window = torch.zeros(mamba.conv_dim, mamba.conv_kernel - 1, device=x.device, dtype=torch.float64)
     xbc, _ = conv_ref(xbc, window, wide["conv1d.weight"].squeeze(1).t(), wide["conv1d.bias"])
     values, b, c = torch.split(xbc, [inner, groups * state, groups * state], dim=1)
     y, _ = ssd_sequential_ref(
-        values.view(-1, config.num_heads, config.head_dim),
+        values.view(-1, mamba.num_heads, mamba.head_dim),
         torch.nn.functional.softplus(dt + wide["dt_bias"]),
         -torch.exp(wide["A_log"]),
         b.view(-1, groups, state),
         c.view(-1, groups, state),
         wide["D"],
-        torch.zeros(config.num_heads, config.head_dim, state, device=x.device, dtype=torch.float64),
+        torch.zeros(mamba.num_heads, mamba.head_dim, state, device=x.device, dtype=torch.float64),
     )
-    gated = gated_rms_norm_ref(y.flatten(1), gate, wide["norm.weight"], groups, config.layer_norm_epsilon)
+    gated = gated_rms_norm_ref(y.flatten(1), gate, wide["norm.weight"], groups, config.norm_eps)
     return gated @ wide["out_proj.weight"].t()
 
 

@@ -333,7 +333,7 @@ def test_attend_decode(
     rows = packed(starts, [1] * len(starts), [1, 2, 3, 4, 5, 0], device, tables=[*tables, [0]])
     out = attend_decode(query, kv, rows, splits=splits)
     for row, table in enumerate(tables):
-        expected = attention_ref(query[row].view(1, query_heads, dim), kv, table, lengths[row] - 1)
+        expected = attention_ref(query[row].view(1, query_heads, dim), kv, table, lengths[row] - 1, dim**-0.5)
         close(out[row], expected[0], TOLERANCE[dtype])
 
 
@@ -348,7 +348,7 @@ def test_attend_prefill(query_heads: int, heads: int, dim: int, dtype: torch.dty
     out = attend_prefill(query, kv, rows)
     parts = zip(query.split([n for _, n in pieces]), out.split([n for _, n in pieces]), pieces, tables, strict=True)
     for part, found, (start, _), table in parts:
-        expected = attention_ref(part.view(-1, query_heads, dim), kv, table, start)
+        expected = attention_ref(part.view(-1, query_heads, dim), kv, table, start, dim**-0.5)
         close(found, expected, TOLERANCE[dtype])
 
 

@@ -63,7 +63,7 @@ def test_equal_states_have_equal_records(role: UnifiedRole) -> None:
     assert first["parts"] != end["parts"]
     parts = by_part(first)
     assert {part for part, _ in parts} == {"kv", "conv", "ssm", "track conv", "track ssm"}
-    assert len(parts) == 2 + 4 * len(role.host.runner.pools.mamba_layers), "the model has two attention layers"
+    assert len(parts) == 2 + 4 * len(role.host.runner.pools.state_layers), "the model has two attention layers"
 
 
 @pytest.mark.parametrize("distance", [1e-6, 1e-3, 0.5])

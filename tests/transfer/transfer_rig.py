@@ -29,8 +29,8 @@ def make_layout(**changes: Any) -> StateLayout:
     kv = {"kind": StateKind.KV, "dtype": "float32", "item_shape": (4, 2, 8), "item_bytes": 256}
     conv = {"kind": StateKind.CONV, "part": "conv", "dtype": "float32", "item_shape": (12, 3), "item_bytes": 144}
     ssm = {"kind": StateKind.SSM, "part": "ssm", "dtype": "float32", "item_shape": (2, 8, 16), "item_bytes": 1024}
-    pools = [PoolLayout(layer=layer, part=part, **kv) for layer in (1, 4) for part in ("k", "v")]
-    pools += [PoolLayout(layer=layer, **each) for layer in (0, 2, 3) for each in (conv, ssm)]
+    pools = [PoolLayout(layer=layer, part=part, blocks=(), **kv) for layer in (1, 4) for part in ("k", "v")]
+    pools += [PoolLayout(layer=layer, blocks=(), **each) for layer in (0, 2, 3) for each in (conv, ssm)]
     fields: dict[str, Any] = {
         "model": "tiny",
         "revision": "r1",
@@ -46,10 +46,18 @@ def make_layout(**changes: Any) -> StateLayout:
 def wide_layout(ssm_bytes: int) -> StateLayout:
     """One Mamba layer with a slot of `ssm_bytes`, for transfers that take a while."""
     pools = (
-        PoolLayout(kind=StateKind.KV, layer=0, part="k", dtype="uint8", item_shape=(256,), item_bytes=256),
-        PoolLayout(kind=StateKind.CONV, layer=1, part="conv", dtype="uint8", item_shape=(144,), item_bytes=144),
+        PoolLayout(kind=StateKind.KV, layer=0, part="k", dtype="uint8", item_shape=(256,), item_bytes=256, blocks=()),
         PoolLayout(
-            kind=StateKind.SSM, layer=1, part="ssm", dtype="uint8", item_shape=(ssm_bytes,), item_bytes=ssm_bytes
+            kind=StateKind.CONV, layer=1, part="conv", dtype="uint8", item_shape=(144,), item_bytes=144, blocks=()
+        ),
+        PoolLayout(
+            kind=StateKind.SSM,
+            layer=1,
+            part="ssm",
+            dtype="uint8",
+            item_shape=(ssm_bytes,),
+            item_bytes=ssm_bytes,
+            blocks=(),
         ),
     )
     return make_layout(pools=pools)

@@ -142,7 +142,7 @@ def layout() -> Any:
     for layer in (0, 2, 3):
         items += [(StateKind.CONV, layer, "conv", CONV_BYTES), (StateKind.SSM, layer, "ssm", SSM_BYTES)]
     pools = [
-        PoolLayout(kind=kind, layer=layer, part=part, dtype="uint8", item_shape=(nbytes,), item_bytes=nbytes)
+        PoolLayout(kind=kind, layer=layer, part=part, dtype="uint8", item_shape=(nbytes,), item_bytes=nbytes, blocks=())
         for kind, layer, part, nbytes in items
     ]
     return make_layout(pools=tuple(pools))
