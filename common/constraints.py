@@ -34,12 +34,17 @@ def thought_of(prompt: str, *, splits: bool) -> Thought:
 
 
 def constraints(
-    schema: str | None, tools: ToolRequest, form: ToolFormat, thought: Thought, special_tokens: frozenset[str]
+    schema: str | None,
+    tools: ToolRequest,
+    form: ToolFormat,
+    thought: Thought,
+    special_tokens: frozenset[str],
+    tag_tokens: frozenset[str],
 ) -> dict[str, Any]:
     """Fields for `sampling_params`; empty where the answer is free.
 
-    schema: of `read_response_format`. special_tokens: of the tokenizer: a marker that is one is not spelt out, and is
-    shown in a text only with skip_special_tokens false.
+    schema: of `read_response_format`. special_tokens, tag_tokens: of the tokenizer: a marker that is one is not spelt
+    out, and a special one is shown in a text only with skip_special_tokens false.
     """
     markers = [*form.markers] if tools.tools else []
     if thought is not Thought.NONE:
@@ -50,7 +55,7 @@ def constraints(
     answers = _answers(schema, tools, form)
     if not answers:
         return fields
-    return {**fields, "ebnf": _grammar(answers, schema, tools, form, thought, special_tokens)}
+    return {**fields, "ebnf": _grammar(answers, schema, tools, form, thought, special_tokens | tag_tokens)}
 
 
 def _answers(schema: str | None, tools: ToolRequest, form: ToolFormat) -> list[str]:
@@ -70,18 +75,18 @@ def _grammar(
     tools: ToolRequest,
     form: ToolFormat,
     thought: Thought,
-    special_tokens: frozenset[str],
+    single_tokens: frozenset[str],
 ) -> str:
     """In llguidance's variant of Lark."""
     rules = [f"start: {_before(thought)} ({' | '.join(answers)})"]
     if thought is not Thought.NONE:
-        rules += _thought_rules(thought, special_tokens)
+        rules += _thought_rules(thought, single_tokens)
     if schema is not None and "answer" in answers:
         rules.append(f"answer: %json {_json(json.loads(schema))}")
     if "text" in answers:
-        rules += _text_rules(form, special_tokens)
+        rules += _text_rules(form, single_tokens)
     if answers != ["answer"]:
-        rules += _call_rules(tools, form, special_tokens)
+        rules += _call_rules(tools, form, single_tokens)
     return "\n".join(rules) + "\n"
 
 
@@ -89,21 +94,21 @@ def _before(thought: Thought) -> str:
     return {Thought.NONE: "", Thought.POSSIBLE: "thought?", Thought.OPEN: "thought"}[thought]
 
 
-def _thought_rules(thought: Thought, special_tokens: frozenset[str]) -> list[str]:
-    opening = f"{_terminal(OPEN, special_tokens)} " if thought is Thought.POSSIBLE else ""
-    if CLOSE in special_tokens:
+def _thought_rules(thought: Thought, single_tokens: frozenset[str]) -> list[str]:
+    opening = f"{_terminal(OPEN, single_tokens)} " if thought is Thought.POSSIBLE else ""
+    if CLOSE in single_tokens:
         return [f"thought: {opening}THINKING? {CLOSE} GAP", r"THINKING: /(.|\n)+/", r"GAP: /\n{0,2}/"]
     return [
         f"thought: {opening}thinking GAP",
-        rf"thinking[lazy]: /(.|\n)*/ {_terminal(CLOSE, special_tokens)}",
+        rf"thinking[lazy]: /(.|\n)*/ {_terminal(CLOSE, single_tokens)}",
         r"GAP: /\n{0,2}/",
     ]
 
 
-def _text_rules(form: ToolFormat, special_tokens: frozenset[str]) -> list[str]:
+def _text_rules(form: ToolFormat, single_tokens: frozenset[str]) -> list[str]:
     """Text in which what begins like a call is one. (Where only one is wanted, the others are not looked for.)"""
-    begin, end = _markers(form, special_tokens)
-    if form.markers[0] in special_tokens:
+    begin, end = _markers(form, single_tokens)
+    if form.markers[0] in single_tokens:
         return [f"text: (TEXT? {begin} inside {end})* TEXT?", r"TEXT: /(.|\n)+/"]
     return [
         "text: part* TEXT",
@@ -113,9 +118,9 @@ def _text_rules(form: ToolFormat, special_tokens: frozenset[str]) -> list[str]:
     ]
 
 
-def _call_rules(tools: ToolRequest, form: ToolFormat, special_tokens: frozenset[str]) -> list[str]:
+def _call_rules(tools: ToolRequest, form: ToolFormat, single_tokens: frozenset[str]) -> list[str]:
     """Nothing but calls."""
-    begin, end = _markers(form, special_tokens)
+    begin, end = _markers(form, single_tokens)
     more = MAX_FORCED_CALLS - 1 if tools.parallel and tools.named is None else 0
     match form:
         case ToolFormat.HERMES:
@@ -137,9 +142,9 @@ def _parameters(tool: Tool, tools: ToolRequest) -> dict[str, Any]:
     return tool.parameters if tool.strict or tools.is_forced else {"type": "object"}
 
 
-def _markers(form: ToolFormat, special_tokens: frozenset[str]) -> tuple[str, str]:
+def _markers(form: ToolFormat, single_tokens: frozenset[str]) -> tuple[str, str]:
     begin, end = form.markers
-    return (_terminal(begin, special_tokens), _terminal(end, special_tokens)) if begin else ("", "")
+    return (_terminal(begin, single_tokens), _terminal(end, single_tokens)) if begin else ("", "")
 
 
 def _json(schema: dict[str, Any]) -> str:
@@ -153,6 +158,6 @@ def _head(name: str) -> str:
     return f'{{"name": {json.dumps(name)}, "arguments": '
 
 
-def _terminal(marker: str, special_tokens: frozenset[str]) -> str:
-    """A special token is named without quotes; any other marker is text."""
-    return marker if marker in special_tokens else json.dumps(marker)
+def _terminal(marker: str, single_tokens: frozenset[str]) -> str:
+    """A marker that is a token of its own is named without quotes; any other is text."""
+    return marker if marker in single_tokens else json.dumps(marker)

@@ -38,14 +38,17 @@ class Tokenizer:
 
     longest_token_bytes: no token stands for more bytes of a prompt, so n tokens hold at most n times as many. (But for
     what a normaliser drops or an unknown token swallows: no prompt that makes sense is made of that.) special_tokens:
-    the texts of those that are no text of an answer.
+    the texts of those that are no text of an answer. tag_tokens: of those that are text and in angle brackets,
+    `<tool_call>` of Qwen; a grammar names them as it names special ones, to which llguidance counts them.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
-        special = {i: token.content for i, token in inner.get_added_tokens_decoder().items() if token.special}
-        self._special_ids = frozenset(special)
-        self.special_tokens = frozenset(special.values())
+        added = inner.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_tokens = frozenset(added[i].content for i in self._special_ids)
+        others = {token.content for token in added.values()} - self.special_tokens
+        self.tag_tokens = frozenset(text for text in others if text.startswith("<") and text.endswith(">"))
         self._is_byte_level = isinstance(inner.decoder, tokenizers.decoders.ByteLevel)
         to_bytes = _byte_level_bytes if self._is_byte_level else str.encode
         self.longest_token_bytes = max(len(to_bytes(token)) for token in inner.get_vocab())

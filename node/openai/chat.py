@@ -57,11 +57,12 @@ _RESERVED = ("messages", "tools", "add_generation_prompt")
 
 class ChatModel(msgspec.Struct, frozen=True, kw_only=True):
     """How this model chats. template: None where it has none. reasoning: how thoughts are told from content.
-    special_tokens: texts of those that the tokenizer has."""
+    special_tokens, tag_tokens: the tokenizer's."""
 
     template: ChatTemplate | None
     reasoning: ReasoningParser
     special_tokens: frozenset[str]
+    tag_tokens: frozenset[str]
 
     @property
     def tool_source(self) -> str | None:
@@ -102,7 +103,8 @@ def _constraints(fields: dict[str, Any], prompt: str, tools: ToolRequest, model:
     """What response format and tools make of `sampling_params`."""
     schema = read_response_format(fields.get("response_format"))
     thought = thought_of(prompt, splits=model.splits_reasoning)
-    return constraints(schema, tools, tool_format(model.tool_source), thought, model.special_tokens)
+    form = tool_format(model.tool_source)
+    return constraints(schema, tools, form, thought, model.special_tokens, model.tag_tokens)
 
 
 def _parts(fields: dict[str, Any], prompt: str, tools: ToolRequest, model: ChatModel) -> ChatParts:

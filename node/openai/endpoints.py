@@ -61,7 +61,10 @@ class OpenAIEndpoints:
         self._served_name = served_name
         self._chat_template = chat_template
         self._chat_model = ChatModel(
-            template=chat_template, reasoning=reasoning, special_tokens=tokenizer.special_tokens
+            template=chat_template,
+            reasoning=reasoning,
+            special_tokens=tokenizer.special_tokens,
+            tag_tokens=tokenizer.tag_tokens,
         )
         self._started_at = int(time.time())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from functools import cache
 from typing import Any
@@ -34,6 +35,7 @@ TOOLS = [
     },
     {"type": "function", "function": {"name": "g"}},
 ]
+NONE = frozenset[str]()
 FORCED = read_tools({"tools": TOOLS, "tool_choice": "required"})
 F, G = '{"name": "f", "arguments": {"a": 12}}', '{"name": "g", "arguments": {"x": [1, null]}}'
 CALLS = {
@@ -46,22 +48,43 @@ CALLS = {
 }
 
 
+class Kind(enum.Enum):
+    """What the markers are to a model: text, special tokens, or tokens that are text of an answer."""
+
+    TEXT = "text"
+    SPECIAL = "special"
+    TAG = "tag"
+
+    @property
+    def tokens(self) -> tuple[frozenset[str], frozenset[str]]:
+        """(special tokens, tag tokens)."""
+        markers = frozenset(MARKERS)
+        return markers if self is Kind.SPECIAL else NONE, markers if self is Kind.TAG else NONE
+
+
 @cache
-def tokens(special: bool) -> tuple[LLTokenizer, tokenizers.Tokenizer]:
-    """special: the markers are special tokens, as with some models; otherwise they are text."""
+def tokens(kind: Kind) -> tuple[LLTokenizer, tokenizers.Tokenizer]:
     tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    if special:
-        tokenizer.add_special_tokens(MARKERS)
+    match kind:
+        case Kind.SPECIAL:
+            tokenizer.add_special_tokens(MARKERS)
+        case Kind.TAG:
+            tokenizer.add_tokens(MARKERS)
+        case Kind.TEXT:
+            pass
     return LLTokenizer(tokenizer.to_str(), n_vocab=1024 + len(MARKERS), eos_token=[0]), tokenizer
+
+
+EVERY_KIND = pytest.mark.parametrize("kind", Kind)
 
 
 class Trial:
     """One grammar, and what it says of texts."""
 
-    def __init__(self, fields: dict[str, Any], special: bool) -> None:
-        (kind,) = fields.keys() - {"skip_special_tokens"}
-        self._tokens, self._tokenizer = tokens(special)
-        verdict = check(self._tokens, Question(kind=kind, text=fields[kind]))
+    def __init__(self, fields: dict[str, Any], kind: Kind) -> None:
+        (field,) = fields.keys() - {"skip_special_tokens"}
+        self._tokens, self._tokenizer = tokens(kind)
+        verdict = check(self._tokens, Question(kind=field, text=fields[field]))
         assert verdict.error is None, verdict.error
         self._text = verdict.text
 
@@ -72,10 +95,10 @@ class Trial:
         return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@EVERY_KIND
 @pytest.mark.parametrize("form", list(ToolFormat))
-def test_a_forced_call_is_one_of_the_tools_with_valid_arguments(form: ToolFormat, special: bool) -> None:
-    trial = Trial(constraints(None, FORCED, form, Thought.NONE, special_tokens(special)), special)
+def test_a_forced_call_is_one_of_the_tools_with_valid_arguments(form: ToolFormat, kind: Kind) -> None:
+    trial = Trial(constraints(None, FORCED, form, Thought.NONE, *kind.tokens), kind)
     one, two = CALLS[form]
     for good in (one % F, one % G, two % (F, G), two % (G, F)):
         assert trial.takes(good), good
@@ -90,18 +113,18 @@ def test_a_forced_call_is_one_of_the_tools_with_valid_arguments(form: ToolFormat
 def test_a_named_function_is_called_once_and_no_other(form: ToolFormat) -> None:
     one, two = CALLS[form]
     named = read_tools({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}})
-    trial = Trial(constraints(None, named, form, Thought.NONE, frozenset()), False)
+    trial = Trial(constraints(None, named, form, Thought.NONE, NONE, NONE), Kind.TEXT)
     assert trial.takes(one % G) and not trial.takes(one % F) and not trial.takes(two % (G, G))
     single = read_tools({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False})
-    trial = Trial(constraints(None, single, form, Thought.NONE, frozenset()), False)
+    trial = Trial(constraints(None, single, form, Thought.NONE, NONE, NONE), Kind.TEXT)
     assert trial.takes(one % F) and not trial.takes(two % (F, G))
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
-def test_a_thought_comes_before_what_is_constrained(special: bool) -> None:
+@EVERY_KIND
+def test_a_thought_comes_before_what_is_constrained(kind: Kind) -> None:
     schema = '{"type": "integer"}'
     opened, possible = (
-        Trial(constraints(schema, NO_TOOLS, ToolFormat.PLAIN, thought, special_tokens(special)), special)
+        Trial(constraints(schema, NO_TOOLS, ToolFormat.PLAIN, thought, *kind.tokens), kind)
         for thought in (Thought.OPEN, Thought.POSSIBLE)
     )
     for good in ("\nTwo {1} < 3\nand </b> 😀\n</think>\n\n12", "</think>12", "x</think>\n12"):
@@ -113,53 +136,51 @@ def test_a_thought_comes_before_what_is_constrained(special: bool) -> None:
 
 def test_an_answer_of_a_schema_may_call_a_tool_instead() -> None:
     auto = read_tools({"tools": TOOLS})
-    trial = Trial(constraints('{"enum": [7]}', auto, ToolFormat.NEMOTRON, Thought.NONE, frozenset()), False)
+    trial = Trial(constraints('{"enum": [7]}', auto, ToolFormat.NEMOTRON, Thought.NONE, NONE, NONE), Kind.TEXT)
     assert trial.takes("7") and trial.takes(f"<TOOLCALL>[{F}]</TOOLCALL>") and not trial.takes("8")
 
 
 def test_white_space_is_bounded_unless_the_schema_sets_its_own() -> None:
     schema = {"type": "array", "items": {"enum": [1]}}
     for thought, prefix in ((Thought.NONE, ""), (Thought.OPEN, "</think>")):
-        trial = Trial(constraints(json.dumps(schema), NO_TOOLS, ToolFormat.PLAIN, thought, frozenset()), False)
+        trial = Trial(constraints(json.dumps(schema), NO_TOOLS, ToolFormat.PLAIN, thought, NONE, NONE), Kind.TEXT)
         assert trial.takes(prefix + "[1, 1]") and trial.takes(prefix + "[\n        1,\n        1\n]")
         assert (
             trial.takes(prefix + "[1,1]") and not trial.takes(prefix + "[\n\n1]") and not trial.takes(prefix + "[  1]")
         )
         own = json.dumps({**schema, "x-guidance": {"whitespace_pattern": " {2}"}})
-        trial = Trial(constraints(own, NO_TOOLS, ToolFormat.PLAIN, thought, frozenset()), False)
+        trial = Trial(constraints(own, NO_TOOLS, ToolFormat.PLAIN, thought, NONE, NONE), Kind.TEXT)
         assert trial.takes(prefix + "[1,  1]") and not trial.takes(prefix + "[1, 1]")
 
 
-@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@EVERY_KIND
 @pytest.mark.parametrize("form", [ToolFormat.HERMES, ToolFormat.NEMOTRON])
-def test_what_begins_like_a_call_of_strict_tools_is_one(form: ToolFormat, special: bool) -> None:
+def test_what_begins_like_a_call_of_strict_tools_is_one(form: ToolFormat, kind: Kind) -> None:
     (f, g), (one, two) = TOOLS, CALLS[form]
     strict = [{"type": "function", "function": {**f["function"], "strict": True}}, g]
     tools = read_tools({"tools": strict})
-    trial = Trial(constraints(None, tools, form, Thought.NONE, special_tokens(special)), special)
+    trial = Trial(constraints(None, tools, form, Thought.NONE, *kind.tokens), kind)
     for good in ("", "Hello\n< é", one % F, f"Hm. {one % G}", f"a\n{one % F} then", two % (F, G)):
         assert trial.takes(good), good
     assert trial.takes(f"x {one % F} y {one % G} z")
     wrong = (one % '{"name": "f", "arguments": {"a": "x"}}', one % '{"name": "h", "arguments": {}}', one[:14] + "x")
     assert not any(map(trial.takes, wrong))
     assert trial.takes(one % '{"name": "g", "arguments": {"anything": [1]}}'), "not strict"
-    opened = Trial(constraints(None, tools, form, Thought.OPEN, special_tokens(special)), special)
+    opened = Trial(constraints(None, tools, form, Thought.OPEN, *kind.tokens), kind)
     assert opened.takes(f"I could.</think>Hi {one % F}") and not opened.takes("I could.")
     assert not opened.takes(f"x</think>{one[:14]}x")
 
 
 def test_a_free_answer_has_no_grammar_but_its_markers_are_shown() -> None:
-    auto, nothing = read_tools({"tools": TOOLS}), special_tokens(False)
-    assert constraints(None, NO_TOOLS, ToolFormat.PLAIN, Thought.NONE, special_tokens(True)) == {}
-    assert constraints(None, auto, ToolFormat.HERMES, Thought.POSSIBLE, nothing) == {}
+    auto, markers = read_tools({"tools": TOOLS}), frozenset(MARKERS)
+    assert constraints(None, NO_TOOLS, ToolFormat.PLAIN, Thought.NONE, markers, NONE) == {}
+    for tags in (NONE, markers):
+        assert constraints(None, auto, ToolFormat.HERMES, Thought.POSSIBLE, NONE, tags) == {}
     shown = {"skip_special_tokens": False}
-    assert constraints(None, auto, ToolFormat.HERMES, Thought.NONE, frozenset({"<tool_call>"})) == shown
-    assert constraints(None, NO_TOOLS, ToolFormat.HERMES, Thought.OPEN, frozenset({"</think>"})) == shown
-    assert constraints(None, NO_TOOLS, ToolFormat.HERMES, Thought.NONE, frozenset(MARKERS)) == {}
-
-
-def special_tokens(special: bool) -> frozenset[str]:
-    return frozenset(MARKERS if special else [])
+    assert constraints(None, auto, ToolFormat.HERMES, Thought.NONE, frozenset({"<tool_call>"}), NONE) == shown
+    assert constraints(None, NO_TOOLS, ToolFormat.HERMES, Thought.OPEN, frozenset({"</think>"}), NONE) == shown
+    assert constraints(None, NO_TOOLS, ToolFormat.HERMES, Thought.NONE, markers, NONE) == {}
+    assert "skip_special_tokens" not in constraints(None, FORCED, ToolFormat.HERMES, Thought.OPEN, NONE, markers)
 
 
 @pytest.mark.parametrize(
@@ -210,6 +231,6 @@ def test_every_request_that_forces_calls_makes_a_grammar_that_compiles() -> None
     tools = [{"type": "function", "function": {"name": "a-b.c_9", "parameters": odd}}]
     request: ToolRequest = read_tools({"tools": tools, "tool_choice": "required"})
     for form in ToolFormat:
-        trial = Trial(constraints(None, request, form, Thought.OPEN, frozenset()), False)
+        trial = Trial(constraints(None, request, form, Thought.OPEN, NONE, NONE), Kind.TEXT)
         call = json.dumps({"name": "a-b.c_9", "arguments": {'q"\\/\n%é😀': "\n"}}, ensure_ascii=False)
         assert trial.takes("</think>" + CALLS[form][0] % call)

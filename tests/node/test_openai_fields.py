@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.config import Role
@@ -36,7 +37,8 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 def model(source: str = PLAIN, *, stops: tuple[str, ...] = (), special: tuple[str, ...] = ()) -> ChatModel:
     template = ChatTemplate(source, {}, stop_strings=stops)
-    return ChatModel(template=template, reasoning=ReasoningParser.AUTO, special_tokens=frozenset(special))
+    tokens = {"special_tokens": frozenset(special), "tag_tokens": frozenset[str]()}
+    return ChatModel(template=template, reasoning=ReasoningParser.AUTO, **tokens)
 
 
 def chat(found: ChatModel | None = None, **fields: Any) -> Call:
@@ -335,7 +337,7 @@ def test_bad_completions_name_the_field(fields: dict[str, Any], param: str) -> N
 
 
 def test_a_model_without_a_template_says_so() -> None:
-    none = ChatModel(template=None, reasoning=ReasoningParser.AUTO, special_tokens=frozenset())
+    none = msgspec.structs.replace(model(), template=None)
     with pytest.raises(RequestError, match="--chat-template") as caught:
         chat(none)
     assert caught.value.code == "no_chat_template"
