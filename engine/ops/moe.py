@@ -9,7 +9,6 @@ nothing but its own logits: routers that compute in bfloat16 do produce equal on
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -94,27 +93,33 @@ class Experts:
         """x [T, D], chosen int64 [T, k] (no expert twice in a row), weights float32 [T, k] -> [T, D] in x's dtype.
 
         Tokens are sorted by expert: each expert that has any makes one product, the others cost nothing. The sum over a
-        token's experts is float32 and in the order in which they were chosen, whatever the token is batched with.
+        token's experts is float32 and in the order in which they were chosen, whatever the token is batched with. This
+        takes memory of at most T k (2 D + 3 I) values.
         """
         tokens, count = chosen.shape
-        order = torch.argsort(chosen.flatten(), stable=True)  # [T k]: pairs of token and expert, by expert
-        parts = self._by_expert(x.index_select(0, order // count), chosen.flatten().index_select(0, order))
-        parts = torch.empty_like(parts).index_copy_(0, order, parts).view(tokens, count, -1)  # [T, k, D]
+        owners, order = torch.sort(chosen.flatten(), stable=True)  # [T k]: pairs of token and expert, by expert
+        by_expert = self._at_once if self.grouped else self._one_by_one
+        parts = by_expert(x, order // count, owners).index_select(0, torch.argsort(order)).view(tokens, count, -1)
         total = torch.zeros(tokens, parts.shape[-1], dtype=torch.float32, device=x.device)
         for part, weight in zip(parts.unbind(1), torch.split(weights, 1, dim=1), strict=True):
             total.addcmul_(part, weight)
         return total.to(x.dtype)
 
-    def _by_expert(self, rows: Tensor, owners: Tensor) -> Tensor:
-        """rows [T k, D] and the expert of each int64 [T k], ascending -> what the experts make of them [T k, D]."""
-        if self.grouped:
-            ends = torch.searchsorted(owners, torch.arange(self.up.shape[0], device=rows.device), right=True).int()
-            wide = F.grouped_mm(rows, self.up.transpose(1, 2), offs=ends)
-            return F.grouped_mm(self._activate(wide), self.down.transpose(1, 2), offs=ends)
-        parts = [
-            self._activate(part @ self.up[expert].t()) @ self.down[expert].t() for expert, part in _runs(rows, owners)
-        ]
-        return torch.cat(parts)
+    def _at_once(self, x: Tensor, tokens: Tensor, owners: Tensor) -> Tensor:
+        """What experts owners int64 [T k], ascending, make of these tokens of x: [T k, D]."""
+        ends = torch.searchsorted(owners, torch.arange(self.up.shape[0], device=x.device), right=True).int()
+        inner = self._activate(F.grouped_mm(x.index_select(0, tokens), self.up.transpose(1, 2), offs=ends))
+        return F.grouped_mm(inner, self.down.transpose(1, 2), offs=ends)
+
+    def _one_by_one(self, x: Tensor, tokens: Tensor, owners: Tensor) -> Tensor:
+        """The same."""
+        made = x.new_empty(owners.shape[0], self.down.shape[1])
+        experts, counts = torch.unique_consecutive(owners, return_counts=True)
+        runs = (torch.split(value, counts.tolist()) for value in (tokens, made))
+        for expert, own, out in zip(experts.tolist(), *runs, strict=True):
+            inner = self._activate(x.index_select(0, own) @ self.up[expert].t())
+            torch.mm(inner, self.down[expert].t(), out=out)
+        return made
 
     def _activate(self, wide: Tensor) -> Tensor:
         """[rows, I or 2 I] (overwritten) -> [rows, I]."""
@@ -125,12 +130,6 @@ class Experts:
             case Activation.GATED_SILU:
                 gate, up = wide.chunk(2, dim=-1)
                 return F.silu(gate).mul_(up)
-
-
-def _runs(rows: Tensor, owners: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(expert, its rows) for each expert that has any."""
-    experts, counts = torch.unique_consecutive(owners, return_counts=True)
-    return zip(experts.tolist(), torch.split(rows, counts.tolist()), strict=True)
 
 
 def _has_grouped_products(weights: Tensor) -> bool:
