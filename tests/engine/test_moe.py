@@ -48,7 +48,7 @@ def seed() -> None:
 
 def route(name: str, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     found, _, rest = ROUTES[name]
-    return found(logits, *([BIAS] if name.startswith("sigmoid") else []), k, *rest)
+    return found(logits, *([BIAS.to(logits.device)] if name.startswith("sigmoid") else []), k, *rest)
 
 
 def route_ref(name: str, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -279,3 +279,51 @@ def test_nemotron_block(latent: int | None, groups: int, top_groups: int) -> Non
     )
     found = block.fc2_latent_proj(experts(block.fc1_latent_proj(x), *choice)) + block.shared_experts(x)
     close(found, block(x[None])[0])
+
+
+# -- on a card ---------------------------------------------------------------------------------------------------------
+
+on_card = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+
+
+class TestOnCard:
+    """The shape of Qwen3-Next: 512 experts, ten of which a token goes to."""
+
+    pytestmark = on_card
+
+    @pytest.mark.parametrize("tokens", [1, 8, 300])
+    def test_all_experts_at_once_also_in_a_graph(self, tokens: int) -> None:
+        up, down = torch.randn(512, 1024, 2048) / 45, torch.randn(512, 2048, 512) / 23
+        experts = Experts(up.bfloat16().cuda(), down.bfloat16().cuda(), Activation.GATED_SILU)
+        assert experts.grouped
+        x, logits = torch.randn(tokens, 2048).bfloat16().cuda(), torch.randn(tokens, 512).cuda()
+
+        def run() -> Tensor:
+            return experts(x, *top_k_of_softmax(logits, 10, True))
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run()
+        for _ in range(2):
+            x.normal_()
+            logits.normal_()
+            graph.replay()
+            plain = Experts(up.cuda(), down.cuda(), Activation.GATED_SILU)
+            expected = plain(x.float(), *top_k_of_softmax(logits, 10, True))
+            assert float((found.float() - expected).norm()) <= 0.02 * float(expected.norm())
+            assert torch.equal(found, run())
+
+    @EVERY_ROUTE
+    def test_the_choice_is_the_cpus(self, name: str) -> None:
+        logits = torch.randn(200, X).bfloat16().float()
+        chosen, weights = route(name, logits, 4)
+        found, found_weights = route(name, logits.cuda(), 4)
+        close(found_weights.cpu(), weights)
+        assert torch.equal(found.cpu(), chosen)
