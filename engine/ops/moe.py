@@ -99,8 +99,10 @@ class Experts:
         tokens, count = chosen.shape
         owners, order = torch.sort(chosen.flatten(), stable=True)  # [T k]: pairs of token and expert, by expert
         by_expert = self._at_once if self.grouped else self._one_by_one
-        parts = by_expert(x, order // count, owners).index_select(0, torch.argsort(order)).view(tokens, count, -1)
-        total = torch.zeros(tokens, parts.shape[-1], dtype=torch.float32, device=x.device)
+        parts = (
+            by_expert(x, order // count, owners).index_select(0, torch.argsort(order)).view(tokens, count, x.shape[1])
+        )
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for part, weight in zip(parts.unbind(1), torch.split(weights, 1, dim=1), strict=True):
             total.addcmul_(part, weight)
         return total.to(x.dtype)

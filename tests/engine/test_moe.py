@@ -184,6 +184,23 @@ def test_a_token_in_a_batch_is_the_token_alone(activation: Activation, dtype: to
     close(found[shuffle], experts(x[shuffle], chosen[shuffle], weights[shuffle]), tolerance)
 
 
+def test_one_tokens_broken_numbers_stay_its_own() -> None:
+    experts, x, logits = make_experts(Activation.RELU2), torch.randn(9, 24), torch.randn(9, X)
+    logits[3], logits[5] = float("nan"), float("inf")
+    whole = [t for t in range(9) if t not in (3, 5)]
+    for name in ROUTES:
+        chosen, weights = route(name, logits, 4)
+        assert all(sorted(set(row)) == sorted(row) and 0 <= min(row) <= max(row) < X for row in chosen.tolist())
+        expected = experts_ref(x[whole], chosen[whole], weights[whole], experts.up, experts.down, Activation.RELU2)
+        close(experts(x, chosen, weights)[whole], expected, 1e-5)
+
+
+def test_no_tokens() -> None:
+    experts = make_experts(Activation.GATED_SILU)
+    for experts.grouped in (False, True):
+        assert experts(torch.zeros(0, 24), *softmax_of_top_k(torch.zeros(0, X), 4)).shape == (0, 24)
+
+
 def test_a_sum_of_many_experts_keeps_what_bfloat16_would_lose() -> None:
     """One expert says 256, fifteen say 1 each: a sum in bfloat16 would stay at 256."""
     down = torch.ones(16, 1, 1)
