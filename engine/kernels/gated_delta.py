@@ -117,7 +117,8 @@ def gated_delta_prefill(
 
 def _advance_cut(programs: int, size: int) -> Cut:
     """Few heads and rows: narrow columns, so that there are programs for the whole card."""
-    return Cut(values=min(padded(size, MIN_DOT), 64 if programs >= 128 else 32), warps=4, stages=2)
+    values = min(padded(size, MIN_DOT), 64 if programs >= 128 else 32)
+    return Cut(values, warps=8 if values == 64 else 4, stages=2)
 
 
 def gated_delta_step(
@@ -210,12 +211,12 @@ def _sigmoid(x):
 
 @triton.jit
 def _cell_of(begins, starts, row, cell, CELL: tl.constexpr):
-    """First packed token of the row; first and end token of its cell, counted in the row; tokens of the row."""
+    """The cell's first packed token, how many it has (none: it lies behind the row), its end counted in the row."""
     begin = tl.load(begins + row).to(tl.int64)
     count = (tl.load(begins + row + 1) - begin).to(tl.int32)
     shift = tl.load(starts + row) % CELL
-    first = tl.maximum(cell * CELL - shift, 0)
-    return begin, first, tl.minimum((cell + 1) * CELL - shift, count), count
+    first, end = tl.maximum(cell * CELL - shift, 0), tl.minimum((cell + 1) * CELL - shift, count)
+    return begin + first, end - first, end
 
 
 @triton.jit
@@ -278,53 +279,59 @@ def _prepare(
     u = inverse (beta v) [L, V], so that the cell's update is u - w S; p [L, L] from update to y; factors of y from S,
     of the update to S, and (at the first token) of S to its end."""
     cell, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin, first, end, count = _cell_of(begins, starts, row, cell, CELL)
-    if first >= count:
+    first, length, _ = _cell_of(begins, starts, row, cell, CELL)
+    if length <= 0:
         return
     place, x, z = tl.arange(0, TOKENS), tl.arange(0, DIM), tl.arange(0, SIZE)
-    here = first + place < end
-    at = begin + first + place  # [L]
+    here = place < length
     decay = _log_decay(
-        tl.load(a + at * a_stride + head, mask=here, other=0.0).to(tl.float32),
+        tl.load(a + first * a_stride + head + place * a_stride, mask=here, other=0.0).to(tl.float32),
         tl.load(bias + head),
         tl.load(rate + head),
     )
     decay = tl.where(here, decay, 0.0).to(tl.float64)
-    beta = tl.where(here, _sigmoid(tl.load(b + at * b_stride + head, mask=here, other=0.0).to(tl.float32)), 0.0)
+    beta = tl.load(b + first * b_stride + head + place * b_stride, mask=here, other=0.0).to(tl.float32)
+    beta = tl.where(here, _sigmoid(beta), 0.0)
     past, total = tl.cumsum(decay, 0), tl.sum(decay, 0)
-    gap = (past[:, None] - past[None, :]).to(tl.float32)
+    high = past.to(tl.float32)
+    low = (past - high).to(tl.float32)
+    gap = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])  # as in float64, where exp(gap) is not 0
     weight = tl.exp(tl.where(place[:, None] >= place[None, :], gap, -float("inf")))  # [L, L], from column to row
-    since = tl.exp(past.to(tl.float32))
+    since = tl.exp(high)
 
     key_head = head // (heads // key_heads)
     inside = here[:, None] & (x < dim)[None, :]
-    token = qkv + at[:, None] * qkv_stride
-    q = tl.load(token + (key_head * dim + x)[None, :], mask=inside, other=0.0)  # [L, K]
-    k = tl.load(token + ((key_heads + key_head) * dim + x)[None, :], mask=inside, other=0.0)  # [L, K]
+    token = qkv + first * qkv_stride
+    rows = place[:, None] * qkv_stride
+    q = tl.load(token + key_head * dim + rows + x[None, :], mask=inside, other=0.0)  # [L, K]
+    k = tl.load(token + (key_heads + key_head) * dim + rows + x[None, :], mask=inside, other=0.0)  # [L, K]
     wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
     q_scale = scale / tl.sqrt(tl.sum(wide_q * wide_q, 1) + _EPS)  # [L]
     k_scale = 1 / tl.sqrt(tl.sum(wide_k * wide_k, 1) + _EPS)  # [L]
     nothing = tl.zeros((TOKENS, TOKENS), tl.float32)
     weight *= k_scale[None, :]
     to_y = dot(q, tl.trans(k), nothing) * weight * q_scale[:, None]
-    where = (at * heads + head)[:, None]
-    tl.store(p + where * TOKENS + place[None, :], to_y.to(p.dtype.element_ty), mask=here[:, None])
+    own, following = first * heads + head, place * heads  # [L]: the places of these tokens' values of this head
+    p_at = p + own * TOKENS + following[:, None] * TOKENS + place[None, :]
+    tl.store(p_at, to_y.to(p.dtype.element_ty), mask=here[:, None])
     system = dot(k, tl.trans(k), nothing) * weight * (beta * k_scale)[:, None]
     inverse = _inverse(tl.where(place[:, None] > place[None, :], system, 0.0), TOKENS, LEVELS, PRECISION)
 
     from_k = (inverse * (beta * since * k_scale)[None, :]).to(k.dtype)
     out = dot(from_k, k, tl.zeros((TOKENS, DIM), tl.float32))
-    tl.store(w + where * dim + x[None, :], out.to(w.dtype.element_ty), mask=inside)
+    tl.store(w + own * dim + following[:, None] * dim + x[None, :], out.to(w.dtype.element_ty), mask=inside)
     from_v = (inverse * beta[None, :]).to(k.dtype)
-    for low in range(0, size, SIZE):
-        inside = here[:, None] & (low + z < size)[None, :]
-        v = tl.load(token + (2 * key_heads * dim + head * size + low + z)[None, :], mask=inside, other=0.0)  # [L, V]
-        out = dot(from_v, v, tl.zeros((TOKENS, SIZE), tl.float32))
-        tl.store(u + where * size + (low + z)[None, :], out.to(u.dtype.element_ty), mask=inside)
+    for column in range(0, size, SIZE):
+        in_v = here[:, None] & (column + z < size)[None, :]
+        v_at = token + 2 * key_heads * dim + head * size + column
+        v = tl.load(v_at + rows + z[None, :], mask=in_v, other=0.0)  # [L, V]
+        update = dot(from_v, v, tl.zeros((TOKENS, SIZE), tl.float32))
+        u_at = u + own * size + column + following[:, None] * size + z[None, :]
+        tl.store(u_at, update.to(u.dtype.element_ty), mask=in_v)
     plane = tokens.to(tl.int64) * heads
-    tl.store(factors + at * heads + head, since * q_scale, mask=here)
-    tl.store(factors + plane + at * heads + head, tl.exp((total - past).to(tl.float32)) * k_scale, mask=here)
-    tl.store(factors + 2 * plane + (begin + first) * heads + head, tl.exp(total.to(tl.float32)))
+    tl.store(factors + own + following, since * q_scale, mask=here)
+    tl.store(factors + plane + own + following, tl.exp((total - past).to(tl.float32)) * k_scale, mask=here)
+    tl.store(factors + 2 * plane + own, tl.exp(total.to(tl.float32)))
 
 
 @triton.jit
@@ -361,29 +368,30 @@ def _advance(
     slot = pool + tl.load(slots + row).to(tl.int64) * pool_stride
     begun = tl.where(start > 0, dim, 0)  # of a row that starts at 0 nothing is read
     state = tl.load(slot + cells, mask=inside & (x < begun)[:, None], other=0.0).to(tl.float32)  # [K, V]
-    q_at = head // (heads // key_heads) * dim + x
-    k_at = q_at + key_heads * dim
+    in_x, in_z = (x < dim)[None, :], (z < size)[None, :]
+    following = place * heads
+    q_at = head // (heads // key_heads) * dim + place[:, None] * qkv_stride + x[None, :]
+    w_at, u_at = following[:, None] * dim + x[None, :], following[:, None] * size + z[None, :]
+    p_at = following[:, None] * TOKENS + place[None, :]
     plane = tokens.to(tl.int64) * heads
     count = tl.load(begins + row + 1) - tl.load(begins + row)
     for cell in range(tl.cdiv(start % CELL + count, CELL)):
-        begin, first, end, _ = _cell_of(begins, starts, row, cell, CELL)
-        here = first + place < end
-        at = begin + first + place  # [L]
-        in_x, in_z = here[:, None] & (x < dim)[None, :], here[:, None] & (z < size)[None, :]
-        token, own = qkv + at[:, None] * qkv_stride, at * heads + head
-        q = tl.load(token + q_at[None, :], mask=in_x, other=0.0)  # [L, K]
-        k = tl.load(token + k_at[None, :], mask=in_x, other=0.0)  # [L, K]
-        from_state = tl.load(w + own[:, None] * dim + x[None, :], mask=in_x, other=0.0)  # [L, K]
-        update = tl.load(u + own[:, None] * size + z[None, :], mask=in_z, other=0.0).to(tl.float32)  # [L, V]
-        to_y = tl.load(p + own[:, None] * TOKENS + place[None, :], mask=here[:, None], other=0.0)  # [L, L]
-        read = tl.load(factors + own, mask=here, other=0.0)
-        left = tl.load(factors + plane + own, mask=here, other=0.0)
-        kept = tl.load(factors + 2 * plane + (begin + first) * heads + head)
+        first, length, end = _cell_of(begins, starts, row, cell, CELL)
+        here = place < length
+        token, own = qkv + first * qkv_stride, first * heads + head
+        q = tl.load(token + q_at, mask=here[:, None] & in_x, other=0.0)  # [L, K]
+        k = tl.load(token + key_heads * dim + q_at, mask=here[:, None] & in_x, other=0.0)  # [L, K]
+        from_state = tl.load(w + own * dim + w_at, mask=here[:, None] & in_x, other=0.0)  # [L, K]
+        update = tl.load(u + own * size + u_at, mask=here[:, None] & in_z, other=0.0).to(tl.float32)  # [L, V]
+        to_y = tl.load(p + own * TOKENS + p_at, mask=here[:, None], other=0.0)  # [L, L]
+        read = tl.load(factors + own + following, mask=here, other=0.0)
+        left = tl.load(factors + plane + own + following, mask=here, other=0.0)
+        kept = tl.load(factors + 2 * plane + own)
         narrow = state.to(q.dtype)
         update -= dot(from_state, narrow, tl.zeros((TOKENS, SIZE), tl.float32))
         out = dot(q, narrow, tl.zeros((TOKENS, SIZE), tl.float32)) * read[:, None]
         out = dot(to_y, update.to(q.dtype), out)
-        tl.store(y + own[:, None] * size + z[None, :], out.to(y.dtype.element_ty), mask=in_z)
+        tl.store(y + own * size + u_at, out.to(y.dtype.element_ty), mask=here[:, None] & in_z)
         state = dot(tl.trans(k), (update * left[:, None]).to(k.dtype), state * kept)
         if (track > 0) & (end == boundary):
             kept_slot = pool + track.to(tl.int64) * pool_stride
