@@ -28,7 +28,7 @@ from engine.model_config import (
     Router,
 )
 
-CHUNK = 64
+DEFAULT_CHUNK = 64  # published models do not say; their kernels fix it
 _KINDS = {"linear_attention": LayerKind.GATED_DELTA, "full_attention": LayerKind.ATTENTION}
 _MIXERS = {
     "linear_attn.": (0, ""),
@@ -92,7 +92,6 @@ def _read_mlps(keys: Keys, count: int) -> tuple[LayerKind, ...]:
 
 
 def _read_recurrence(keys: Keys) -> GatedDeltaConfig:
-    """The chunk is in no key: the family's kernels fix it."""
     key_heads, value_heads = keys.count("linear_num_key_heads"), keys.count("linear_num_value_heads")
     check_divides(keys, "linear_num_key_heads", key_heads, "linear_num_value_heads", value_heads)
     return GatedDeltaConfig(
@@ -101,7 +100,7 @@ def _read_recurrence(keys: Keys) -> GatedDeltaConfig:
         key_dim=keys.count("linear_key_head_dim"),
         value_dim=keys.count("linear_value_head_dim"),
         conv_kernel=read_conv_kernel(keys, "linear_conv_kernel_dim"),
-        chunk_size=CHUNK,
+        chunk_size=keys.count("chunk_size", default=DEFAULT_CHUNK),
     )
 
 

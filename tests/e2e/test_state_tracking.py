@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.config import EngineConfig
 from node.messages import Timing
-from tests.engine.conftest import Shape, make_model
+from tests.support.families import SMALL, make_model
 from tests.support.ranks import (
     MODEL,
     PLAIN,
@@ -39,13 +39,9 @@ NEW_TOKENS = 6
 States = tuple[Tensor, Tensor]
 
 
-def shape(chunk: int) -> Shape:
-    return Shape("M*-M", 48, 4, 12, 16, 2, CONV, chunk, 4, 2, 16, 64)
-
-
 def save_model(chunk: int, folder: Path) -> Path:
     """A random model with a tokenizer."""
-    make_model(shape(chunk), seed=chunk).save_pretrained(folder)
+    make_model(SMALL["nemotron_h"](chunk), seed=chunk).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, folder / name)
     return folder

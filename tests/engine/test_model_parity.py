@@ -23,12 +23,14 @@ from engine.ops.norm import gated_rms_norm_ref, rms_norm_ref
 from engine.ops.ssd import ssd_sequential_ref
 from engine.runner import ModelRunner
 from engine.weights import load_weights
+from tests.support.families import FAMILY_SHAPES
 
 PAGE = 4
-PAGES_EACH = 48
+PAGES_EACH = 112
 NUM_SLOTS = 14
-SHAPES = ("small", "biased", "nano_v2")
-CHUNKS = {"small": 8, "biased": 16, "nano_v2": 16}
+DEEP = ("nano_v2", "nano_3", "falcon_deep", "granite_4", "qwen_deep")  # patterns of real models
+SHAPES = tuple(name for names in FAMILY_SHAPES.values() for name in names)
+SHALLOW = tuple(name for name in SHAPES if name not in DEEP)
 
 Folders = Callable[[str], Path]
 
@@ -100,7 +102,7 @@ def test_prefill_equals_transformers(
 ) -> None:
     runner, model = runners(name), reference_models(name)
     poison(runner)
-    for length in lengths_around(CHUNKS[name]):
+    for length in lengths_around(runner.config.chunk_size):
         tokens = prompt(length)
         with torch.no_grad():
             expected = model(torch.tensor([tokens])).logits[0]
@@ -195,7 +197,7 @@ def test_model_equals_the_float64_recurrence(
     runner = runners(name)
     weights = load_weights(folders(name), runner.config, torch.float32, "cpu")
     poison(runner)
-    tokens = prompt(2 * CHUNKS[name] + 3)
+    tokens = prompt(2 * runner.config.chunk_size + 3)
     expected, conv_states, ssm_states = sequential(runner.config, weights, tokens)
     logits, conv, ssm = alone(runner, tokens)
     assert (logits.double() - expected).abs().max() <= 1e-3
@@ -221,7 +223,8 @@ def test_dt_is_bounded_in_prefill_and_decode(limit: tuple[float, float], folders
 @pytest.mark.parametrize("name", SHAPES)
 def test_batched_equals_alone(name: str, runners: Callable[[str], ModelRunner]) -> None:
     """Lengths around chunk, page and conv width, packed so that no sequence but the first begins on a common grid."""
-    runner, chunk = runners(name), CHUNKS[name]
+    runner = runners(name)
+    chunk = runner.config.chunk_size
     poison(runner)
     lengths = [3, chunk + 1, 1, 2 * chunk, 2, chunk - 1, 5, 4, 3 * chunk + 2, chunk]
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
@@ -239,7 +242,8 @@ def test_batched_equals_alone(name: str, runners: Callable[[str], ModelRunner]) 
 @pytest.mark.parametrize("sizes", [(1,), (2, 1), (3, 5), (8,), (13, 1, 4), (16, 32)])
 def test_chunked_equals_alone(name: str, sizes: tuple[int, ...], runners: Callable[[str], ModelRunner]) -> None:
     """Pieces of any size, on and off the grid, also of one token, in turn until the prompt ends."""
-    runner, tokens = runners(name), prompt(3 * CHUNKS[name] + 5)
+    runner = runners(name)
+    tokens = prompt(3 * runner.config.chunk_size + 5)
     poison(runner)
     expected = alone(runner, tokens)
     poison(runner)
@@ -254,7 +258,8 @@ def test_chunked_equals_alone(name: str, sizes: tuple[int, ...], runners: Callab
 @pytest.mark.parametrize("name", SHAPES)
 def test_mixed_steps_equal_alone(name: str, runners: Callable[[str], ModelRunner]) -> None:
     """Sequences join while others decode; each step mixes first pieces, later pieces and decode rows in any order."""
-    runner, chunk = runners(name), CHUNKS[name]
+    runner = runners(name)
+    chunk = runner.config.chunk_size
     poison(runner)
     plan = {2: (0, chunk + 3), 7: (1, 2 * chunk), 3: (2, 5), 12: (3, 2), 9: (4, 3 * chunk + 1), 4: (0, 1)}
     texts = {slot: prompt(length + 9, slot) for slot, (_, length) in plan.items()}
