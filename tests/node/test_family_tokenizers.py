@@ -258,7 +258,7 @@ FAMILIES = {
         tokenizer_class="PreTrainedTokenizerFast",
         chat=FALCON_CHAT,
         tokens=("<|pad|>", ">>ABSTRACT<<", "<|begin_of_text|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-        plain=("<tool_call>", "</tool_call>"),
+        plain=("<tool_call>", "</tool_call>", "<a 日>"),
         first=True,
         eos=("<|endoftext|>", "<|im_end|>"),
         bos="<|begin_of_text|>",
@@ -359,7 +359,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
-TEXT = "Tom's 1234 apples: nai\u0308ve naïve\t€5 日本語 👍🏽\n\n<think>é</think> <tool_call>{} >>ABSTRACT<< done "
+TEXT = "Tom's 1234 apples: nai\u0308ve naïve\t€5 日本語 <a 日> 👍🏽\n\n<think>é</think> <tool_call>{} >>ABSTRACT<< done "
 
 
 @EVERY_FAMILY
