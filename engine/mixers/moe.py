@@ -13,7 +13,6 @@ from torch import Tensor
 from engine.mixers.mixer import Shapes, Step, linear_shapes, project, within
 from engine.mixers.mlp import MlpMixer, mlp_shapes
 from engine.model_config import Activation, MlpConfig, MoeConfig, Router
-from engine.ops import moe as ops
 from engine.ops.linear import Projection
 from engine.ops.moe import Experts, softmax_of_top_k, top_k_of_sigmoid, top_k_of_softmax
 
@@ -90,4 +89,4 @@ def _experts(config: MoeConfig, weights: Mapping[str, Tensor]) -> Experts:
         up = torch.cat((weights["gate_proj.weight"], weights["up_proj.weight"]), dim=1)
     else:
         up = weights["gate_up_proj.weight" if gated else "up_proj.weight"]
-    return Experts(up, weights["down_proj.weight"], ops.Activation(config.activation.value))
+    return Experts(up, weights["down_proj.weight"], config.activation)

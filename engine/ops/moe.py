@@ -8,11 +8,11 @@ nothing but its own logits: routers that compute in bfloat16 do produce equal on
 
 from __future__ import annotations
 
-import enum
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.model_config import Activation
 
 
 def softmax_of_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -66,13 +66,6 @@ def _of_best_groups(scores: Tensor, groups: int, top_groups: int) -> Tensor:
     best = _best(grouped.topk(2, dim=-1).values.sum(-1), top_groups)  # [T, top_groups]
     left = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
     return grouped.masked_fill(left.unsqueeze(-1), -torch.inf).view_as(scores)
-
-
-class Activation(enum.StrEnum):
-    """What an expert does between its two products: relu(up)^2, or silu(gate) * up with gate and up side by side."""
-
-    RELU2 = "relu2"
-    GATED_SILU = "gated_silu"
 
 
 class Experts:

@@ -15,15 +15,10 @@ from torch.testing import assert_close
 from common.config import DType, EngineConfig, ModelConfig
 from engine.batch import Row
 from engine.families import read_config
-from engine.model_config import HybridConfig, LayerKind, Mamba2Config
-from engine.ops.attention import attention_ref
-from engine.ops.conv import conv_ref
-from engine.ops.linear import projection_ref
-from engine.ops.norm import gated_rms_norm_ref, rms_norm_ref
-from engine.ops.ssd import ssd_sequential_ref
 from engine.runner import ModelRunner
 from engine.weights import load_weights
 from tests.support.families import FAMILY_SHAPES
+from tests.support.sequential import sequential
 
 PAGE = 4
 PAGES_EACH = 112
@@ -129,65 +124,6 @@ def test_greedy_tokens_equal_transformers(
     clear = best[:, 0] - best[:, 1] > 1e-4
     assert clear.sum() >= 60
     assert torch.equal(expected.argmax(1)[clear], torch.tensor(text[length:])[clear])
-
-
-def sequential(
-    config: HybridConfig, weights: dict[str, Tensor], tokens: Sequence[int]
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The whole model in float64, every mixer token by token. Logits, and conv and ssm state of each Mamba layer."""
-    hidden = weights["embeddings.weight"].double()[list(tokens)]
-    conv_states, ssm_states = [], []
-    for layer, kind in enumerate(config.layers):
-        own = dict(_under(f"layers.{layer}.mixer.", weights))
-        normed = rms_norm_ref(hidden, weights[f"layers.{layer}.norm.weight"], config.norm_eps)
-        match kind:
-            case LayerKind.MLP:
-                wide = torch.relu(projection_ref(normed, own["up_proj.weight"], own.get("up_proj.bias"))) ** 2
-                out = projection_ref(wide, own["down_proj.weight"], own.get("down_proj.bias"))
-            case LayerKind.ATTENTION:
-                out = _sequential_attention(config, own, normed)
-            case LayerKind.MAMBA:
-                out, conv_state, ssm_state = _sequential_mamba(config, own, normed)
-                conv_states.append(conv_state)
-                ssm_states.append(ssm_state)
-        hidden = hidden + out
-    hidden = rms_norm_ref(hidden, weights["norm_f.weight"], config.norm_eps)
-    return projection_ref(hidden, weights["lm_head.weight"], None), conv_states, ssm_states
-
-
-def _under(prefix: str, weights: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-    return [(name.removeprefix(prefix), value) for name, value in weights.items() if name.startswith(prefix)]
-
-
-def _sequential_attention(config: HybridConfig, own: dict[str, Tensor], normed: Tensor) -> Tensor:
-    query, keys, values = (projection_ref(normed, own[f"{name}_proj.weight"], None) for name in "qkv")
-    dim = config.attention.head_dim
-    kv = torch.stack((keys, values)).view(2, len(normed), 1, config.attention.kv_heads, dim)  # pages of one token
-    out = attention_ref(query.view(len(normed), -1, dim), kv, list(range(len(normed))), 0, config.attention.scale)
-    return projection_ref(out.flatten(1), own["o_proj.weight"], None)
-
-
-def _sequential_mamba(config: HybridConfig, own: dict[str, Tensor], normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    mamba = config.recurrence
-    assert isinstance(mamba, Mamba2Config)
-    count, shared = len(normed), mamba.n_groups * mamba.d_state
-    projected = projection_ref(normed, own["in_proj.weight"], own.get("in_proj.bias"))
-    gate, xbc, dt = projected.split([mamba.d_inner, mamba.conv_dim, mamba.num_heads], dim=1)
-    conv_state = torch.zeros(mamba.conv_dim, mamba.conv_kernel - 1)
-    xbc, conv_state = conv_ref(xbc, conv_state, own["conv1d.weight"].squeeze(1).t(), own.get("conv1d.bias"))
-    x, b, c = xbc.split([mamba.d_inner, shared, shared], dim=1)
-    dt = torch.log1p(torch.exp(dt + own["dt_bias"].double())).clamp(*mamba.time_step_limit)
-    y, ssm_state = ssd_sequential_ref(
-        x.view(count, mamba.num_heads, -1),
-        dt,
-        -torch.exp(own["A_log"].double()),
-        b.view(count, mamba.n_groups, -1),
-        c.view(count, mamba.n_groups, -1),
-        own["D"],
-        torch.zeros(mamba.num_heads, mamba.head_dim, mamba.d_state),
-    )
-    y = gated_rms_norm_ref(y.flatten(1), gate, own["norm.weight"], mamba.n_groups, config.norm_eps)
-    return projection_ref(y, own["out_proj.weight"], own.get("out_proj.bias")), conv_state, ssm_state
 
 
 @pytest.mark.parametrize("name", SHAPES)

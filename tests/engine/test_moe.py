@@ -14,8 +14,8 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import Grani
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
+from engine.model_config import Activation
 from engine.ops.moe import (
-    Activation,
     Experts,
     experts_ref,
     softmax_of_top_k,
