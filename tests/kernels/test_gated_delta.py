@@ -255,11 +255,11 @@ def test_a_state_goes_from_prefill_to_steps_and_back(device: torch.device) -> No
     close(pool[4], after, 1e-4)
 
 
-def test_a_decay_near_zero_is_not_rounded_away(device: torch.device) -> None:
-    """softplus(a) around 1e-6: 1 + exp(a) has one digit of it; a decay of e^-0.1 hangs on it."""
+@pytest.mark.parametrize(("middle", "rate"), [(-14, -1e5), (30, -1e-2)])
+def test_softplus_of_small_and_large_values(middle: int, rate: float, device: torch.device) -> None:
+    """Where it is around 1e-6, 1 + exp(a) has one digit of it; where a is large, exp(a) may be infinite."""
     qkv, a, b, bias, _ = make_inputs(device, 2, 1, 2, 16, 16, torch.float32)
-    rate = torch.full((2,), -1e5, device=device)
-    inputs = (qkv, a * 0.1 - 14, b, bias * 0, rate)
+    inputs = (qkv, a * 0.1 + middle, b, bias * 0, torch.full((2,), rate, device=device))
     pool = strided_pool(device, 2, 16, 16)
     before = pool.clone()
     gated_delta_step(
