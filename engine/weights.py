@@ -30,6 +30,8 @@ _SINGLE = "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16")
 _READ_BYTES = 8 * 1024 * 1024
 
+Seen = dict[str, set[int | None]]  # name -> pieces of its stack, or None: the whole
+
 
 def load_weights(
     path: str | Path, config: HybridConfig, dtype: torch.dtype, device: torch.device | str
@@ -43,7 +45,7 @@ def load_weights(
     folder = Path(path)
     expected = expected_shapes(config)
     files = _weight_files(folder)
-    seen: set[Place] = set()
+    seen: Seen = {}
     weights: dict[str, Tensor] = {}
     for file, wanted in files.items():
         for place, full, tensors in _checked(file, wanted, config, expected):
@@ -73,17 +75,16 @@ def _adjusted(config: HybridConfig, name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _see(place: Place, seen: set[Place], file: Path, full: str) -> None:
-    if place in seen or (place.piece is not None and Place(place.name) in seen):
+def _see(place: Place, seen: Seen, file: Path, full: str) -> None:
+    pieces = seen.setdefault(place.name, set())
+    if pieces and (place.piece in pieces or None in pieces or place.piece is None):
         raise _error(file, full, "it is there twice")
-    seen.add(place)
+    pieces.add(place.piece)
 
 
-def _check_complete(
-    file: Path, config: HybridConfig, expected: Mapping[str, tuple[int, ...]], seen: set[Place]
-) -> None:
+def _check_complete(file: Path, config: HybridConfig, expected: Mapping[str, tuple[int, ...]], seen: Seen) -> None:
     """Every tensor has been seen, or every piece of it."""
-    missing = [name for name, shape in expected.items() if not _is_complete(name, shape, seen)]
+    missing = [name for name, shape in expected.items() if not _is_complete(shape, seen.get(name, set()))]
     if config.tie_word_embeddings:
         missing = [name for name in missing if name != "lm_head.weight"]
     if missing:
@@ -91,10 +92,8 @@ def _check_complete(
         raise _error(file, missing[0], f"missing{more}")
 
 
-def _is_complete(name: str, shape: tuple[int, ...], seen: set[Place]) -> bool:
-    if Place(name) in seen:
-        return True
-    return len(shape) == 3 and ".experts." in name and all(Place(name, piece) in seen for piece in range(shape[0]))
+def _is_complete(shape: tuple[int, ...], pieces: set[int | None]) -> bool:
+    return None in pieces or len(pieces) == shape[0]
 
 
 def stored_dtypes(path: str | Path, config: HybridConfig) -> dict[str, str]:
@@ -102,7 +101,7 @@ def stored_dtypes(path: str | Path, config: HybridConfig) -> dict[str, str]:
     tell a truncated file. Raises ConfigError for what `load_weights` would refuse."""
     expected = expected_shapes(config)
     files = _weight_files(Path(path))
-    seen: set[Place] = set()
+    seen: Seen = {}
     dtypes: dict[str, str] = {}
     for file, wanted in files.items():
         for place, full, tensors in _checked(file, wanted, config, expected):

@@ -98,7 +98,7 @@ def _advice(reason: ServingError) -> str:
     if reason.param == "context_length":
         return "--context-length: at most that"
     if "this engine runs" in text or "not implemented" in text:
-        return "the native engine runs unquantised nemotron_h models: give another model, or serve it with SGLang"
+        return "docs/models.md says what the native engine runs: give another model, or serve this one with SGLang"
     return "the file is missing or incomplete: download it again (hf download), whole"
 
 
