@@ -63,8 +63,8 @@ def _unit(x: Tensor) -> Tensor:
 def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     """One chunk of each of R sequences.
 
-    state [R, H, K, V] (mutated: that after the chunk), q, k [R, J, L, K], v [R, H, L, V], decay, beta [R, H, L]; where a
-    row has no token, decay and beta are 0 and nothing changes. Returns y [R, H, L, V].
+    state [R, H, K, V] (mutated: that after the chunk), q, k [R, J, L, K], v [R, H, L, V], decay, beta [R, H, L]. Where
+    a row has no token, decay and beta are 0 and nothing changes. Returns y [R, H, L, V].
     """
     share, width = v.shape[1] // k.shape[1], v.shape[2]
     past = torch.cumsum(decay.double(), -1)  # [R, H, L], from before the chunk to after the token
@@ -93,13 +93,15 @@ def gated_delta_step(
     pool [slots, H, K, V] (mutated). Returns y [B, H, V] float32.
     """
     share = v.shape[1] // k.shape[1]
-    queries, keys = (_unit(part).repeat_interleave(share, 1).unsqueeze(-2) for part in (q, k))  # [B, H, 1, K]
+    queries, keys = (_unit(part).repeat_interleave(share, 1) for part in (q, k))  # [B, H, K]
+    queries *= q.shape[-1] ** -0.5
     state = read_slots(pool, slots).float()  # [B, H, K, V], a view of a float32 pool when slots are a run
-    state.mul_(torch.exp(decay)[..., None, None])
-    u = (v.unsqueeze(-2) - torch.matmul(keys, state)).mul_(beta[..., None, None])  # [B, H, 1, V]
-    state.addcmul_(keys.mT, u)
+    kept = torch.exp(decay)[..., None, None]
+    known, read = torch.matmul(torch.stack((keys, queries), -2), state).mul_(kept).unbind(-2)  # [B, H, V], of S alone
+    u = (v - known).mul_(beta.unsqueeze(-1))
+    state.mul_(kept).addcmul_(keys.unsqueeze(-1), u.unsqueeze(-2))
     write_slots(pool, slots, state)
-    return torch.matmul(queries, state).mul_(q.shape[-1] ** -0.5).squeeze(-2)
+    return torch.addcmul(read, (queries * keys).sum(-1, keepdim=True), u)
 
 
 def gated_delta_sequential_ref(
