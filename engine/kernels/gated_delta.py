@@ -164,6 +164,7 @@ def gated_delta_step(
         SIZE=cut.values,
         num_warps=cut.warps,
         launch_pdl=EARLY,
+        enable_fp_fusion=qkv.dtype is not torch.float32,  # with it, threads that share a sum could round it differently
     )
     return y
 
@@ -424,25 +425,28 @@ def _step(
 ):
     enter()
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    if tl.load(starts + row) < 0:
+    start, slot = tl.load(starts + row), tl.load(slots + row).to(tl.int64)
+    if start < 0:
         return
     x, z = tl.arange(0, DIM), tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     mask = (x < dim)[:, None] & (z < size)[None, :]
-    cells = pool + tl.load(slots + row).to(tl.int64) * pool_stride + head * dim * size + x[:, None] * size + z[None, :]
+    cells = pool + slot * pool_stride + head * dim * size + x[:, None] * size + z[None, :]
     old = tl.load(cells, mask=mask, other=0.0).to(tl.float32)  # [K, V]
     token = qkv + row * qkv_stride
     q_at = token + head // (heads // key_heads) * dim + x
     q = tl.load(q_at, mask=x < dim, other=0.0).to(tl.float32)
     k = tl.load(q_at + key_heads * dim, mask=x < dim, other=0.0).to(tl.float32)
     v = tl.load(token + 2 * key_heads * dim + head * size + z, mask=z < size, other=0.0).to(tl.float32)
-    q *= scale / tl.sqrt(tl.sum(q * q, 0) + _EPS)
-    k *= 1 / tl.sqrt(tl.sum(k * k, 0) + _EPS)
     decay = _log_decay(tl.load(a + row * a_stride + head).to(tl.float32), tl.load(bias + head), tl.load(rate + head))
+    kept = tl.exp(decay)
     beta = _sigmoid(tl.load(b + row * b_stride + head).to(tl.float32))
-    old *= tl.exp(decay)
-    update = (v - tl.sum(old * k[:, None], 0)) * beta
-    tl.store(cells, (old + k[:, None] * update[None, :]).to(pool.dtype.element_ty), mask=mask)
-    out = tl.sum(old * q[:, None], 0) + tl.sum(q * k, 0) * update  # what q reads from old and from the update
+    q_scale = scale / tl.sqrt(tl.sum(q * q, 0) + _EPS)
+    k_scale = 1 / tl.sqrt(tl.sum(k * k, 0) + _EPS)
+    known, read = tl.sum(old * k[:, None], 0), tl.sum(old * q[:, None], 0)  # no sum waits for another
+    update = (v - known * (kept * k_scale)) * beta
+    new = old * kept + (k * k_scale)[:, None] * update[None, :]
+    tl.store(cells, new.to(pool.dtype.element_ty), mask=mask)
+    out = read * (kept * q_scale) + tl.sum(q * k, 0) * (q_scale * k_scale) * update
     tl.store(y + row * heads * size + head * size + z, out.to(y.dtype.element_ty), mask=z < size)
 
 

@@ -176,8 +176,8 @@ def test_rows_of_a_batch_are_bit_for_bit_as_alone(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", HARD)
-def test_prefill_keeps_its_precision(kind: str, device: torch.device) -> None:
-    """One cell of 64 and one of 6, in float32; decay and beta are what the raw values make of them."""
+def test_precision_is_kept(kind: str, device: torch.device) -> None:
+    """One cell of 64 and one of 6, then steps, in float32; decay and beta are what the raw values make of them."""
     q, k, v, decay, beta = (value.to(device) for value in hard(kind, 70, 1, 1, 16, 16))
     qkv = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=1)
     zeros, rate = torch.zeros(1, device=device), torch.full((1,), -1.0, device=device)
@@ -186,8 +186,11 @@ def test_prefill_keeps_its_precision(kind: str, device: torch.device) -> None:
     pool = strided_pool(device, 1, 16, 16)
     before, inputs = pool.clone(), (qkv, a.clamp(min=-1e4), b.clamp(-80, 80), zeros, rate)
     y = gated_delta_prefill(*inputs, pool, packed([64], [70], [3], device), key_heads=1, chunk=64)
-    expected, after = reference(inputs, 1, before[3], 0, 70)
-    for found, wanted in ((y, expected), (pool[3], after)):
+    stepped, rows = before.clone(), packed([64], [1], [3], device)
+    ones = [(*(value[t : t + 1] for value in inputs[:3]), zeros, rate) for t in range(4)]
+    steps = torch.cat([gated_delta_step(*one, stepped, rows, key_heads=1) for one in ones])
+    (expected, after), (first, soon) = (reference(inputs, 1, before[3], 0, n) for n in (70, 4))
+    for found, wanted in ((y, expected), (pool[3], after), (steps, first), (stepped[3], soon)):
         assert float((found - wanted).abs().max()) <= 4e-6 * float(wanted.abs().max())
 
 
