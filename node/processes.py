@@ -126,7 +126,7 @@ def weights_file(config: NodeConfig) -> Iterator[str | None]:
     if config.engine.dp_size == 1 or config.model.device != "cpu":
         yield None
         return
-    file = os.memfd_create("tandem-weights")
+    file = os.memfd_create("tandem-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         yield f"/proc/{os.getpid()}/fd/{file}"
     finally:
