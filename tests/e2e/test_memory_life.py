@@ -18,7 +18,7 @@ import pytest
 
 from common.config import EngineConfig
 from common.sampling import SamplingParams
-from tests.e2e.test_state_tracking import save_model
+from tests.support.models import Models
 from tests.support.ranks import (
     PLAIN,
     ColdRuns,
@@ -39,8 +39,8 @@ EACH_WAY = pytest.mark.parametrize("make", [unified_ranks, disaggregated_ranks],
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(CHUNK, tmp_path_factory.mktemp("model"))
+def model(models: Models) -> Path:
+    return models("nemotron_h", CHUNK)
 
 
 @pytest.fixture(scope="module")

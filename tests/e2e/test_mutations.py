@@ -1,15 +1,18 @@
 """Faults that have happened in public, put in on purpose: the sweep's comparison with cold runs must notice each.
 
-Digests are off, so that only wrong answers can tell. Each case passes unbroken. Broken, its requests still run to their
-end, and it is the comparison that fails.
+Digests are off and unwritten memory holds numbers that are possible, so that only wrong answers can tell. Each case
+passes unbroken. Broken, its requests still run to their end, and it is the comparison that fails.
+
+Every break has to be noticed in every family: in all cases of nemotron_h, and in a sample of those of the others, in
+which each break is tried in one of them at least and each family meets each kind of break; the rest is slow. All breaks
+apply to all families, but for the one of positions: it needs a family that has any.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,28 +20,32 @@ import torch
 from torch import Tensor
 
 import engine.batch
+import engine.faults
 import engine.model
 import engine.ops.conv
+import engine.ops.gated_delta
 import engine.ops.ssd
 import engine.runner
 import engine.scheduler
 from common.config import LoopbackFaults, Verify
 from decode_node.rank import DecodeRole
 from engine.batch import ForwardBatch, OnLayer, Row, Track
+from engine.faults import ENGINE_FAULTS
 from engine.pools import StatePools
 from engine.runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.tracking import Boundary
-from tests.e2e.test_state_tracking import Case, References, assert_cold, run, save_model
+from tests.e2e.test_state_tracking import Case, References, assert_cold, run
+from tests.support.models import FAMILIES, Models
 from transfer.posting import Piece
 from transfer.sender import Outgoing, PrefillTransfer
 
 Patch = pytest.MonkeyPatch
-Break = Callable[[Patch], None]
+Break = Callable[[Patch], dict[str, Any] | None]  # may return settings of the ranks
 
 ONE = Case(
-    chunk=8, page=1, s=11, u=1, batch="three", strategy="extra_buffer", overlap=True, cut=0, mixed=False,
-    disaggregated=False, local=256, answer="none",
+    family="nemotron_h", chunk=8, page=1, s=11, u=1, batch="three", strategy="extra_buffer", overlap=True, cut=0,
+    mixed=False, disaggregated=False, local=256, answer="none",
 )  # fmt: skip
 SHORT = dataclasses.replace(ONE, answer="short")
 LONG = dataclasses.replace(ONE, answer="long", page=16, chunk=16)
@@ -60,44 +67,71 @@ CASES = {
     "apart-short": APART_SHORT,
     "apart-long": APART_LONG,
 }
+TURNED = ("falcon_h1", "qwen3_next")  # with a rotary embedding: the others have nothing that counts positions
+RECURRENCES = (engine.ops.ssd, engine.ops.gated_delta)
 SEED = 12  # prefixes of 3c + 7, c + 1 and 2c + 1 tokens
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    return {chunk: save_model(chunk, tmp_path_factory.mktemp(f"chunk{chunk}")) for chunk in (8, 16)}
+Table = Sequence[tuple[Break, Sequence[Case]]]
 
 
 @pytest.fixture(scope="module")
-def references(models: dict[int, Path]) -> References:
+def references(models: Models) -> References:
     return References(models)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_unbroken_every_case_is_equivalent_to_a_cold_run(
-    case: Case, models: dict[int, Path], references: References
-) -> None:
-    assert_cold(run(case, SEED, models, verify=Verify.OFF), case.chunk, references)
+def each(table: Table, families: Sequence[str] = FAMILIES) -> Any:
+    """Parametrise by (break, case): all cases of the table in all of these families."""
+    chosen = set(sample(table, families))
+    parameters = []
+    for broken, cases in table:
+        for family in families:
+            for case in (dataclasses.replace(case, family=family) for case in cases):
+                slow = family != "nemotron_h" and (broken, case) not in chosen
+                parameters.append(
+                    pytest.param(
+                        broken,
+                        case,
+                        id=f"{broken.__name__}-{name_of(case)}-{family}",
+                        marks=[pytest.mark.slow] if slow else [],
+                    )
+                )
+    return pytest.mark.parametrize(("broken", "case"), parameters)
 
 
-def must_differ(broken: Break, case: Case, models: dict[int, Path], references: References, **settings: Any) -> None:
+def sample(table: Table, families: Sequence[str] = FAMILIES) -> Iterator[tuple[Break, Case]]:
+    """Every break in one family beside nemotron_h at least, and one break at least in each of these."""
+    others = [family for family in families if family != "nemotron_h"]
+    for turn in range(max(len(table), len(others))):
+        broken, cases = table[turn % len(table)]
+        family = others[turn % len(others)]
+        yield broken, dataclasses.replace(cases[turn % len(cases)], family=family)
+
+
+def name_of(case: Case) -> str:
+    return next(name for name, one in CASES.items() if one == dataclasses.replace(case, family=one.family))
+
+
+def must_differ(broken: Break, case: Case, models: Models, references: References) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        broken(patch)
-        found = run(case, SEED, models, verify=Verify.OFF, **settings)
+        settings = broken(patch) or {}
+        found = run(case, SEED, models, plausible=True, verify=Verify.OFF, **settings)
+    assert not [outcome.error for outcome in found.outcomes if outcome.error]
     with pytest.raises(AssertionError):
-        assert_cold(found, case.chunk, references)
+        assert_cold(found, case, references)
 
 
 # -- what is saved -------------------------------------------------------------------------------------------------
 
 
 def prefill_copies_skipped(patch: Patch) -> None:
-    for module in (engine.ops.conv, engine.ops.ssd):
+    for module in (engine.ops.conv, *RECURRENCES):
         patch.setattr(module, "save_states", lambda pool, states: None)
 
 
 def prefill_ssm_copy_skipped(patch: Patch) -> None:
-    patch.setattr(engine.ops.ssd, "save_states", lambda pool, states: None)
+    for module in RECURRENCES:
+        patch.setattr(module, "save_states", lambda pool, states: None)
 
 
 def decode_copy_skipped(patch: Patch) -> None:
@@ -186,7 +220,7 @@ def donated_slot_also_written(patch: Patch) -> None:
     patch.setattr(ModelRunner, "forward", forward)
 
 
-SAVED = [
+SAVED: Table = [
     (prefill_copies_skipped, [ONE, SHORT, PLAIN_SHORT, MIXED, APART, APART_SHORT]),
     (prefill_ssm_copy_skipped, [ONE, APART]),
     (decode_copy_skipped, [LONG, PLAIN_LONG, APART_LONG]),
@@ -198,17 +232,8 @@ SAVED = [
 ]
 
 
-def each(table: Iterable[tuple[Break, Iterable[Case]]]) -> Any:
-    names = {case: name for name, case in CASES.items()}
-    pairs = [(broken, case) for broken, cases in table for case in cases]
-    ids = [f"{broken.__name__}-{names[case]}" for broken, case in pairs]
-    return pytest.mark.parametrize(("broken", "case"), pairs, ids=ids)
-
-
 @each(SAVED)
-def test_a_wrong_saved_state_is_noticed(
-    broken: Break, case: Case, models: dict[int, Path], references: References
-) -> None:
+def test_a_wrong_saved_state_is_noticed(broken: Break, case: Case, models: Models, references: References) -> None:
     must_differ(broken, case, models, references)
 
 
@@ -233,7 +258,7 @@ def conv_state_not_copied_on_a_hit(patch: Patch) -> None:
     patch.setattr(StatePools, "copy_slots", copy_slots)
 
 
-READ = [
+READ: Table = [
     (initial_state_ignored_on_a_hit, [ONE, SHORT, LONG, APART]),
     (conv_state_not_copied_on_a_hit, [ONE, SHORT, LONG, APART]),
 ]
@@ -241,8 +266,32 @@ READ = [
 
 @each(READ)
 def test_a_saved_state_that_is_not_read_is_noticed(
-    broken: Break, case: Case, models: dict[int, Path], references: References
+    broken: Break, case: Case, models: Models, references: References
 ) -> None:
+    must_differ(broken, case, models, references)
+
+
+def positions_counted_from_the_hit(patch: Patch) -> None:
+    """What resumes is turned as if it began at position 0."""
+    original = engine.runner.build_batch
+
+    def build(rows: Sequence[Row], **where: Any) -> ForwardBatch:
+        batch = original(rows, **where)
+        part = batch.prefill
+        if part is None:
+            return batch
+        assert batch.positions is not None, "this family turns nothing"
+        counted = torch.cat([torch.arange(length) for length in part.lengths])
+        return dataclasses.replace(batch, positions=torch.cat((batch.positions[: -len(counted)], counted)))
+
+    patch.setattr(engine.runner, "build_batch", build)
+
+
+POSITIONS: Table = [(positions_counted_from_the_hit, [ONE, SHORT, LONG, APART])]
+
+
+@each(POSITIONS, TURNED)
+def test_wrong_positions_are_noticed(broken: Break, case: Case, models: Models, references: References) -> None:
     must_differ(broken, case, models, references)
 
 
@@ -269,7 +318,7 @@ def dropped(part: str, field: str, lost: Callable[[Any], Any]) -> Break:
     return broken
 
 
-FIELDS = [
+FIELDS: Table = [
     (dropped("prefill", "tracks", lambda tracks: ()), [MIXED]),
     (dropped("decode", "tracks", lambda tracks: ()), [MIXED_LONG]),
     (dropped("prefill", "fresh", torch.zeros_like), [MIXED, MIXED_LONG]),
@@ -278,7 +327,7 @@ FIELDS = [
 
 @each(FIELDS)
 def test_a_field_lost_in_mixed_steps_is_noticed(
-    broken: Break, case: Case, models: dict[int, Path], references: References
+    broken: Break, case: Case, models: Models, references: References
 ) -> None:
     must_differ(broken, case, models, references)
 
@@ -324,23 +373,78 @@ def anothers_track_slot_sent(patch: Patch) -> None:
     patch.setattr(PrefillTransfer, "announce", swapped)
 
 
-WIRE = [
+def lost_track_slot(fault: str) -> Break:
+    """The transport drops or zeroes it."""
+
+    def broken(patch: Patch) -> dict[str, Any]:
+        return {"faults": LoopbackFaults(**{fault: "track"})}  # type: ignore[arg-type]
+
+    broken.__name__ = f"track_slot_{fault}"
+    return broken
+
+
+WIRE: Table = [
     (received_slot_cleared, [APART_SENT, APART_SHORT, APART_LONG]),
     (received_track_slot_cleared, [APART, APART_SHORT]),
     (anothers_track_slot_sent, [APART_SHORT]),
+    (lost_track_slot("drop"), [APART, APART_SHORT]),
+    (lost_track_slot("zero"), [APART, APART_SHORT]),
 ]
 
 
 @each(WIRE)
 def test_a_wrong_state_from_the_wire_is_noticed(
-    broken: Break, case: Case, models: dict[int, Path], references: References
+    broken: Break, case: Case, models: Models, references: References
 ) -> None:
     must_differ(broken, case, models, references)
 
 
-@pytest.mark.parametrize("fault", ["drop", "zero"])
-@pytest.mark.parametrize("case", [APART, APART_SHORT], ids=["apart", "apart-short"])
-def test_a_track_slot_that_did_not_come_is_noticed(
-    fault: str, case: Case, models: dict[int, Path], references: References
-) -> None:
-    must_differ(lambda patch: None, case, models, references, faults=LoopbackFaults(**{fault: "track"}))
+# -- those that a rank can be started with -------------------------------------------------------------------------
+
+
+def switched_on(name: str) -> Break:
+    def broken(patch: Patch) -> None:
+        patch.setattr(engine.faults, "_put", patch.setattr)
+        ENGINE_FAULTS[name]()
+
+    broken.__name__ = name
+    return broken
+
+
+SHOWN_BY: Mapping[str, Sequence[Case]] = {
+    "track-not-written": [ONE, SHORT, APART],
+    "track-of-the-chunk-before": [SHORT, APART_SHORT],
+    "track-conv-off-by-one": [ONE, MIXED, APART],
+    "saved-state-not-read": [ONE, LONG, APART],
+    "saved-conv-not-read": [ONE, LONG, APART],
+    "received-state-cleared": [APART_SENT, APART_LONG],
+    "received-ssm-rounded": [APART_SENT, APART_LONG],
+    "received-page-lost": [APART_SENT, APART_LONG],
+    "wrong-slot": [APART_SENT, APART_LONG],
+    "position-off-by-one": [ONE, LONG, APART],
+}
+SWITCHED: Table = [(switched_on(name), SHOWN_BY[name]) for name in ENGINE_FAULTS]
+
+
+@each(SWITCHED)
+def test_a_fault_of_the_engine_is_noticed(broken: Break, case: Case, models: Models, references: References) -> None:
+    must_differ(broken, case, models, references)
+
+
+# -- without any ---------------------------------------------------------------------------------------------------
+
+
+def unbroken() -> Iterator[Any]:
+    """Every case in every family; quick where something above is tried in it."""
+    tried = {case for table in (SAVED, READ, FIELDS, WIRE, SWITCHED) for _, case in sample(table)}
+    tried |= {case for _, case in sample(POSITIONS, TURNED)}
+    for family in FAMILIES:
+        for name, one in CASES.items():
+            case = dataclasses.replace(one, family=family)
+            quick = family == "nemotron_h" or case in tried
+            yield pytest.param(case, id=f"{name}-{family}", marks=[] if quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("case", list(unbroken()))
+def test_unbroken_every_case_is_equivalent_to_a_cold_run(case: Case, models: Models, references: References) -> None:
+    assert_cold(run(case, SEED, models, verify=Verify.OFF), case, references)

@@ -15,7 +15,7 @@ from common.layout import StateKind
 from common.sampling import FinishReason, LogprobOptions, SamplingParams
 from engine.sequence import Sequence
 from node.accounting import NO_ROOMS
-from tests.e2e.test_state_tracking import save_model
+from tests.support.models import Models
 from tests.support.ranks import (
     PLAIN,
     ColdRuns,
@@ -50,8 +50,8 @@ def engine(overlap: bool = True, **settings: object) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(CHUNK, tmp_path_factory.mktemp("model"))
+def model(models: Models) -> Path:
+    return models("nemotron_h", CHUNK)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,9 @@ from engine.ops.ssd import ssd_sequential_ref
 from engine.pools import StatePools
 from engine.weights import expected_shapes, load_weights, random_weights
 from node.tokenizer import load_tokenizer
-from tests.e2e.test_state_tracking import Case, References, cases, models, run  # noqa: F401
+from tests.e2e.conftest import models  # noqa: F401
+from tests.e2e.test_state_tracking import Case, References, cases, run
+from tests.support.models import Models
 from tests.support.ranks import MODEL, Outcome, Ranks, Request, assert_equivalent, unified_ranks
 
 pytestmark = [
@@ -38,6 +40,7 @@ pytestmark = [
 ]
 SILENT = LogprobOptions()
 SHARES = 4  # of the sweep, for several processes
+ON_CARD = ("nemotron_h",)
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +72,21 @@ def assert_same_tokens(found: Outcome, expected: Outcome, gap: float = 1e-4) -> 
 class OnCardReferences(References):
     """Cold runs alone, on the card too."""
 
-    def of(self, chunk: int, prompts: list[list[int]]) -> Any:
+    def of(self, case: Case, prompts: list[list[int]]) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             import tests.e2e.test_state_tracking as sweep
 
             patch.setattr(sweep, "unified_ranks", lambda **settings: unified_ranks(device="cuda", **settings))
-            return super().of(chunk, prompts)
+            return super().of(case, prompts)
 
 
-def test_the_extra_buffer_sweep(models: dict[int, Path]) -> None:  # noqa: F811
+def test_the_extra_buffer_sweep(models: Models) -> None:  # noqa: F811
     """Every kind of prefix, suffix, batch, piece, mixed step and strategy against cold runs on the card and the CPU."""
     on_card, on_cpu = OnCardReferences(models), References(models)
     failures = []
-    for seed, case in enumerate(case for case in cases(150, seed=1) if not case.disaggregated and case.local == 0):
+    for seed, case in enumerate(
+        case for case in cases(150, seed=1, families=ON_CARD) if not case.disaggregated and case.local == 0
+    ):
         try:
             found = run(case, seed, models, device="cuda")
             _compare(found, case, on_card, states=True)
@@ -92,11 +97,11 @@ def test_the_extra_buffer_sweep(models: dict[int, Path]) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("share", range(SHARES))
-def test_the_sweep_handed_over(models: dict[int, Path], share: int) -> None:  # noqa: F811
+def test_the_sweep_handed_over(models: Models, share: int) -> None:  # noqa: F811
     """The same where the prompt is computed by another rank of the card, or its end by the decode rank."""
     on_card = OnCardReferences(models)
     failures = []
-    handed_over = [(i, case) for i, case in enumerate(cases(150, seed=1)) if case.disaggregated]
+    handed_over = [(i, case) for i, case in enumerate(cases(150, seed=1, families=ON_CARD)) if case.disaggregated]
     assert any(case.local for _, case in handed_over[share::SHARES])
     for seed, case in handed_over[share::SHARES]:
         try:
@@ -108,7 +113,7 @@ def test_the_sweep_handed_over(models: dict[int, Path], share: int) -> None:  # 
 
 
 def _compare(found: Any, case: Case, references: References, *, states: bool) -> None:
-    expected = references.of(case.chunk, found.prompts)
+    expected = references.of(case, found.prompts)
     for outcome, ours, (cold, theirs) in zip(found.outcomes, found.states, expected, strict=True):
         assert_equivalent(outcome, cold)
         if states and outcome.ids == cold.ids:
