@@ -37,19 +37,19 @@ class GatedDeltaMixer:
     ) -> None:
         self.config, self.eps = config, eps
         self.conv_state, self.state = conv_state, state
-        self.inner = Projection(_by_part(config, weights["in_proj_qkvz.weight"], weights["in_proj_ba.weight"]))
+        self.inner = Projection(by_part(config, weights))
         self.out = project(weights, "out_proj")
         self.conv_weight = weights["conv1d.weight"].squeeze(1).t().contiguous()  # [W, C]
         self.a = -torch.exp(weights["A_log"].float())  # [H]
+        self.widths = [config.conv_dim, config.d_inner, config.value_heads, config.value_heads]  # of q k v, gate, b, a
+        self.blocks = list(config.conv_blocks)
         self.dt_bias, self.norm = weights["dt_bias"], weights["norm.weight"]
 
     def matrices(self) -> Iterator[Tensor]:
         yield from (*self.inner.matrices(), *self.out.matrices())
 
     def forward(self, normed: Tensor, residual: Tensor, step: Step) -> Tensor:
-        config = self.config
-        heads = config.value_heads
-        qkv, gate, b, a = torch.split(self.inner(normed), [config.conv_dim, config.d_inner, heads, heads], dim=-1)
+        qkv, gate, b, a = torch.split(self.inner(normed), self.widths, dim=-1)
         decay = self.a * F.softplus(a.float() + self.dt_bias)  # [T, H]
         y = advance(self, step, qkv, decay, torch.sigmoid(b.float()))  # [T, H, V]
         return self.out.add_to(residual, head_rms_norm_gated(y, gate.view_as(y), self.norm, self.eps))
@@ -71,7 +71,7 @@ class GatedDeltaMixer:
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, C] -> q and k [T, J, K], v [T, H, V]."""
         config = self.config
-        q, k, v = torch.split(qkv, list(config.conv_blocks), dim=-1)
+        q, k, v = torch.split(qkv, self.blocks, dim=-1)
         return (
             q.view(-1, config.key_heads, config.key_dim),
             k.view(-1, config.key_heads, config.key_dim),
@@ -79,8 +79,9 @@ class GatedDeltaMixer:
         )
 
 
-def _by_part(config: GatedDeltaConfig, qkvz: Tensor, ba: Tensor) -> Tensor:
+def by_part(config: GatedDeltaConfig, weights: Mapping[str, Tensor]) -> Tensor:
     """The stored rows, key head by key head its q, k, v, z and its b, a, as q, k, v, z, b, a of all heads."""
+    qkvz, ba = weights["in_proj_qkvz.weight"], weights["in_proj_ba.weight"]
     share = config.value_heads // config.key_heads
     values = share * config.value_dim
     wide = qkvz.view(config.key_heads, -1, qkvz.shape[1])  # [J, 2 K + 2 H / J V, D]

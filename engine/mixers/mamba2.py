@@ -45,6 +45,8 @@ class Mamba2Mixer:
         self.conv_bias = weights.get("conv1d.bias")
         self.a = -torch.exp(weights["A_log"].float())  # [H]
         self.d, self.dt_bias, self.norm = weights["D"], weights["dt_bias"], weights.get("norm.weight")
+        self.widths = [config.d_inner, config.conv_dim, config.num_heads]  # of gate, x with B and C, dt
+        self.blocks = list(config.conv_blocks)
         low, high = config.time_step_limit
         self.bounded = low > 0 or high < math.inf
 
@@ -52,8 +54,7 @@ class Mamba2Mixer:
         yield from (*self.inner.matrices(), *self.out.matrices())
 
     def forward(self, normed: Tensor, residual: Tensor, step: Step) -> Tensor:
-        config = self.config
-        gate, xbc, dt = torch.split(self.inner(normed), [config.d_inner, config.conv_dim, config.num_heads], dim=-1)
+        gate, xbc, dt = torch.split(self.inner(normed), self.widths, dim=-1)
         y = advance(self, step, xbc, self._time_step(dt)).flatten(1)  # [T, I]
         return self.out.add_to(residual, self._gated(y, gate))
 
@@ -85,7 +86,7 @@ class Mamba2Mixer:
     def _split(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T, C] -> x [T, H, P], b and c [T, G, N]."""
         config = self.config
-        x, b, c = torch.split(xbc, list(config.conv_blocks), dim=-1)
+        x, b, c = torch.split(xbc, self.blocks, dim=-1)
         return (
             x.view(-1, config.num_heads, config.head_dim),
             b.view(-1, config.n_groups, config.d_state),
