@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.batch import CudaBatch, decode_capacity, decode_values, decode_views
-from engine.cuda.model import CudaNemotronH
+from engine.cuda.model import CudaModel
 from engine.kernels.tokens import keep_tokens
 
 
@@ -37,7 +37,7 @@ def ladder(max_rows: int) -> tuple[int, ...]:
 class DecodeGraphs:
     """The graphs of one model. inputs int32: what `decode_values` fills, one buffer for all of them."""
 
-    def __init__(self, model: CudaNemotronH, last_tokens: Tensor, *, max_rows: int, max_pages: int) -> None:
+    def __init__(self, model: CudaModel, last_tokens: Tensor, *, max_rows: int, max_pages: int) -> None:
         """last_tokens int32 [slots]: read and written by the graphs. Captures at once, the largest first."""
         device = last_tokens.device
         self.sizes = ladder(max_rows)

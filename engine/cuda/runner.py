@@ -16,7 +16,7 @@ from engine.cuda.batch import Staging, decode_capacity, decode_values, host_batc
 from engine.cuda.graphs import DecodeGraphs, Sampled
 from engine.cuda.layers import LayerWatcher
 from engine.cuda.linear import FEW_ROWS
-from engine.cuda.model import CudaNemotronH
+from engine.cuda.model import CudaModel
 from engine.kernels.tokens import copy_slots, keep_tokens
 from engine.model_config import HybridConfig
 from engine.pools import StatePools
@@ -45,11 +45,11 @@ class CudaRunner:
         capacity = decode_capacity(max_rows, max_pages) + max_tokens * 2 + 64 * max_rows + 1024
         with torch.inference_mode():
             self.last_tokens = torch.zeros(pools.num_slots, dtype=torch.int32, device=self._device)
-            self._model = CudaNemotronH(config, weights, pools, few_rows=few_rows)
+            self._model = CudaModel(config, weights, pools, few_rows=few_rows)
             self._staging = Staging(capacity, self._device)
             self.watcher = LayerWatcher(self._device)
             self._graphs: DecodeGraphs | None = None
-            if use_graphs:
+            if use_graphs and self._model.can_be_captured:
                 self._graphs = DecodeGraphs(self._model, self.last_tokens, max_rows=max_rows, max_pages=max_pages)
 
     @torch.inference_mode()

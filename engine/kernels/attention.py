@@ -18,6 +18,54 @@ from engine.kernels.rows import PackedRows
 
 _KEYS = 64
 _QUERIES = 128
+_TOKENS = 16
+
+
+def prepare_attention(
+    qkv: Tensor,
+    kv: Tensor,
+    rows: PackedRows,
+    *,
+    heads: int,
+    norms: Tensor | None,
+    eps: float,
+    frequencies: Tensor | None,
+) -> Tensor:
+    """Norm and turn queries and keys, and store keys and values as `write_kv` does: all that comes before attention.
+
+    qkv [T, at least (Q + 2 J) E] with strided rows: queries of `heads` Q, keys, values. kv [2, pages, Z, J, E]
+    (mutated). norms float32 [2, E]: weights of the RMS norms of a query's and a key's head, None: there are none.
+    frequencies float32 [R / 2]: see `engine.ops.rotary`, None: nothing is turned. Returns the queries [T, Q E].
+    """
+    _, pages, page_size, kv_heads, dim = kv.shape
+    out = torch.empty(qkv.shape[0], heads * dim, dtype=qkv.dtype, device=qkv.device)
+    tokens, block = min(_TOKENS, padded(rows.longest)), padded(dim)
+    _prepare[(triton.cdiv(rows.longest, tokens), heads + 2 * kv_heads, rows.count)](
+        qkv,
+        qkv.stride(0),
+        out,
+        kv,
+        pages * page_size * kv_heads * dim,
+        qkv if norms is None else norms,
+        eps,
+        qkv if frequencies is None else frequencies,
+        0 if frequencies is None else frequencies.shape[0],
+        rows.begins,
+        rows.starts,
+        rows.table,
+        rows.width,
+        page_size,
+        heads,
+        kv_heads,
+        dim,
+        NORM=norms is not None,
+        TURN=frequencies is not None,
+        TOKENS=tokens,
+        DIM=block,
+        num_warps=min(8, max(1, tokens * block // 256)),
+        launch_pdl=EARLY,
+    )
+    return out
 
 
 def write_kv(kv: Tensor, keys_values: Tensor, rows: PackedRows) -> None:
@@ -41,10 +89,13 @@ def write_kv(kv: Tensor, keys_values: Tensor, rows: PackedRows) -> None:
     )
 
 
-def attend_decode(query: Tensor, kv: Tensor, rows: PackedRows, *, splits: int) -> Tensor:
+def attend_decode(
+    query: Tensor, kv: Tensor, rows: PackedRows, *, scale: float, splits: int, gate: Tensor | None = None
+) -> Tensor:
     """One query token a row, its key written. query [R, Q E] with strided rows -> [R, Q, E].
 
-    splits: programs that share a row's tokens. Rows that are padding are left as they are.
+    scale: of the scores. splits: programs that share a row's tokens. gate [R, Q E] with strided rows: the output is
+    multiplied by its sigmoid. Rows that are padding are left as they are.
     """
     _, pages, page_size, heads, dim = kv.shape
     query_heads = query.shape[1] // dim
@@ -64,7 +115,7 @@ def attend_decode(query: Tensor, kv: Tensor, rows: PackedRows, *, splits: int) -
         heads,
         dim,
         share,
-        dim**-0.5 * math.log2(math.e),
+        scale * math.log2(math.e),
         SPLITS=splits,
         SHARE=padded(share, MIN_DOT),
         DIM=padded_dim,
@@ -76,9 +127,12 @@ def attend_decode(query: Tensor, kv: Tensor, rows: PackedRows, *, splits: int) -
     _combine_parts[(query_heads, rows.count)](
         partial,
         out,
+        out if gate is None else gate,
+        0 if gate is None else gate.stride(0),
         rows.starts,
         dim,
         query_heads,
+        GATE=gate is not None,
         SPLITS=splits,
         SPLITS_BLOCK=padded(splits),
         DIM=padded_dim,
@@ -87,8 +141,11 @@ def attend_decode(query: Tensor, kv: Tensor, rows: PackedRows, *, splits: int) -
     return out
 
 
-def attend_prefill(query: Tensor, kv: Tensor, rows: PackedRows) -> Tensor:
-    """Many query tokens a row, their keys written. query [T, Q E] with strided rows -> [T, Q, E]."""
+def attend_prefill(query: Tensor, kv: Tensor, rows: PackedRows, *, scale: float, gate: Tensor | None = None) -> Tensor:
+    """Many query tokens a row, their keys written. query [T, Q E] with strided rows -> [T, Q, E].
+
+    scale, gate: see `attend_decode`.
+    """
     _, pages, page_size, heads, dim = kv.shape
     query_heads = query.shape[1] // dim
     out = torch.empty(query.shape[0], query_heads, dim, dtype=query.dtype, device=query.device)
@@ -99,6 +156,8 @@ def attend_prefill(query: Tensor, kv: Tensor, rows: PackedRows) -> Tensor:
         kv,
         pages * page_size * heads * dim,
         out,
+        out if gate is None else gate,
+        0 if gate is None else gate.stride(0),
         rows.begins,
         rows.starts,
         rows.table,
@@ -107,7 +166,8 @@ def attend_prefill(query: Tensor, kv: Tensor, rows: PackedRows) -> Tensor:
         heads,
         dim,
         query_heads,
-        dim**-0.5 * math.log2(math.e),
+        scale * math.log2(math.e),
+        GATE=gate is not None,
         QUERIES=queries,
         KEYS=_KEYS,
         DIM=padded(dim, MIN_DOT),
@@ -115,6 +175,83 @@ def attend_prefill(query: Tensor, kv: Tensor, rows: PackedRows) -> Tensor:
         num_stages=2,
     )
     return out
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x.to(tl.float32)))
+
+
+@triton.jit
+def _prepare(
+    qkv,
+    qkv_stride,
+    out,
+    kv,
+    half,
+    norms,
+    eps,
+    frequencies,
+    pairs,
+    begins,
+    starts,
+    table,
+    width,
+    page_size,
+    heads,
+    kv_heads,
+    dim,
+    NORM: tl.constexpr,
+    TURN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Some tokens of one row and one head: of a query, a key or a value."""
+    enter()
+    head, row = tl.program_id(1), tl.program_id(2)
+    begin, start = tl.load(begins + row), tl.load(starts + row)
+    count = tl.load(begins + row + 1) - begin
+    t, e = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, DIM)
+    if (tl.program_id(0) * TOKENS >= count) | (start < 0):
+        return
+    mask = (t < count)[:, None] & (e < dim)[None, :]
+    source = qkv + (begin + t).to(tl.int64)[:, None] * qkv_stride + head * dim
+    x = tl.load(source + e[None, :], mask=mask, other=0.0)  # [tokens, E]
+    if head < heads + kv_heads:
+        value = x.to(tl.float32)
+        norm = norms + head // heads * dim  # of queries, then of keys
+        if NORM:
+            scale = 1 / tl.sqrt(tl.sum(value * value, 1) / dim + eps)
+            value *= scale[:, None] * tl.load(norm + e, mask=e < dim, other=0.0)[None, :]
+            value = value.to(x.dtype).to(tl.float32)  # as two steps round
+        if TURN:
+            low, turned = e < pairs, e < 2 * pairs
+            partner = tl.where(low, e + pairs, e - pairs)
+            other = tl.load(source + partner[None, :], mask=mask & turned[None, :], other=0.0).to(tl.float32)
+            if NORM:
+                other *= scale[:, None] * tl.load(norm + partner, mask=turned, other=0.0)[None, :]
+                other = other.to(x.dtype).to(tl.float32)
+            frequency = tl.load(frequencies + tl.minimum(e, partner), mask=turned, other=0.0)
+            angle = (start + t).to(tl.float32)[:, None] * frequency[None, :]
+            value = value * tl.cos(angle) + tl.where(low, -1.0, 1.0)[None, :] * other * tl.sin(angle)
+        x = value.to(x.dtype)
+    if head < heads:
+        tl.store(out + (begin + t).to(tl.int64)[:, None] * (heads * dim) + head * dim + e[None, :], x, mask=mask)
+        return
+    position = start + t
+    pages = table + row * tl.load(width)
+    page = tl.load(pages + position // page_size, mask=t < count, other=0).to(tl.int64)
+    of_value = (head - heads) // kv_heads
+    cells = kv + of_value.to(tl.int64) * half + (head - heads - of_value * kv_heads) * dim + e
+    token = kv_heads * dim
+    tl.store(cells[None, :] + ((page * page_size + position % page_size) * token)[:, None], x, mask=mask)
+    if count - 1 < (tl.program_id(0) + 1) * TOKENS:
+        offset = (start + count - 1) % page_size
+        if offset <= count - 1:
+            last = tl.load(pages + (start + count - 1) // page_size).to(tl.int64) * page_size
+            for after in range(offset + 1, page_size):
+                zero = tl.zeros((DIM,), kv.dtype.element_ty)
+                tl.store(cells + (last + after) * token, zero, mask=e < dim)
 
 
 @triton.jit
@@ -211,9 +348,12 @@ def _attend_part(
 def _combine_parts(
     partial,
     out,
+    gate,
+    gate_stride,
     starts,
     dim,
     query_heads,
+    GATE: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
@@ -231,6 +371,8 @@ def _combine_parts(
     norm = tl.sum(weight * tl.load(parts + dim + 1, mask=used, other=0.0), 0)
     values = tl.load(parts[:, None] + e[None, :], mask=used[:, None] & (e < dim)[None, :], other=0.0)
     total = tl.sum(values * weight[:, None], 0) / norm
+    if GATE:
+        total *= _sigmoid(tl.load(gate + row.to(tl.int64) * gate_stride + head * dim + e, mask=e < dim, other=0.0))
     tl.store(out + at * dim + e, total.to(out.dtype.element_ty), mask=e < dim)
 
 
@@ -241,6 +383,8 @@ def _attend_rows(
     kv,
     half,
     out,
+    gate,
+    gate_stride,
     begins,
     starts,
     table,
@@ -250,6 +394,7 @@ def _attend_rows(
     dim,
     query_heads,
     scale,
+    GATE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
@@ -283,5 +428,10 @@ def _attend_rows(
         norm = norm * keep + tl.sum(weight, 1)
         acc = dot(weight.to(values.dtype), values, acc * keep[:, None])
         best = better
+    acc = acc / norm[:, None]
+    if GATE:
+        acc *= _sigmoid(
+            tl.load(gate + tokens[:, None] * gate_stride + query_head * dim + e[None, :], mask=mine, other=0.0)
+        )
     place = out + (tokens[:, None] * query_heads + query_head) * dim + e[None, :]
-    tl.store(place, (acc / norm[:, None]).to(out.dtype.element_ty), mask=mine)
+    tl.store(place, acc.to(out.dtype.element_ty), mask=mine)

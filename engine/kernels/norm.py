@@ -1,6 +1,7 @@
-"""Root mean square norms and the activation of the MLP.
+"""Root mean square norms, and activations and gates.
 
-Legend: T rows, C channels, G groups. The twins are in `engine.ops.norm`; that of `square_relu_` is relu(x)^2.
+Legend: T rows, C channels, G groups. The twins are in `engine.ops.norm`; that of `square_relu_` is relu(x)^2, that of
+`gated_silu` silu(gate) * x.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
-    """RMS norm by group of y * silu(gate), times weight.
+def gated_rms_norm(
+    y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float, *, norm_first: bool = False
+) -> Tensor:
+    """RMS norm by group of y * silu(gate), times weight; norm_first: of y, times weight, times silu(gate).
 
     y [T, C] contiguous, gate [T, C] with strided rows, weight [C] float32. Returns [T, C] in the gate's dtype.
     """
@@ -42,9 +45,21 @@ def gated_rms_norm(y: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: fl
         channels,
         share,
         eps,
+        NORM_FIRST=norm_first,
         BLOCK=block,
         num_warps=min(8, max(1, block // 512)),
         launch_pdl=EARLY,
+    )
+    return out
+
+
+def gated_silu(gate: Tensor, x: Tensor) -> Tensor:
+    """silu(gate) * x in float32. gate and x [T, C] with strided rows -> [T, C] in the gate's dtype."""
+    rows, channels = gate.shape
+    out = torch.empty(rows, channels, dtype=gate.dtype, device=gate.device)
+    block = min(padded(channels), 2048)
+    _gated_silu[(rows, triton.cdiv(channels, block))](
+        gate, gate.stride(0), x, x.stride(0), out, channels, BLOCK=block, num_warps=4, launch_pdl=EARLY
     )
     return out
 
@@ -67,17 +82,33 @@ def _rms_norm(x, weight, out, channels, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gated_rms_norm(y, gate, gate_stride, weight, out, channels, share, eps, BLOCK: tl.constexpr):
+def _gated_rms_norm(
+    y, gate, gate_stride, weight, out, channels, share, eps, NORM_FIRST: tl.constexpr, BLOCK: tl.constexpr
+):
     enter()
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     inside = tl.arange(0, BLOCK)
     c = group * share + inside
     mask = inside < share
     value = tl.load(y + row * channels + c, mask=mask, other=0.0).to(tl.float32)
-    value *= silu(tl.load(gate + row * gate_stride + c, mask=mask, other=0.0).to(tl.float32))
+    opened = silu(tl.load(gate + row * gate_stride + c, mask=mask, other=0.0).to(tl.float32))
+    if not NORM_FIRST:
+        value *= opened
     scale = 1 / tl.sqrt(tl.sum(value * value, 0) / share + eps)
     w = tl.load(weight + c, mask=mask, other=0.0)
+    if NORM_FIRST:
+        w *= opened
     tl.store(out + row * channels + c, (value * scale * w).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated_silu(gate, gate_stride, x, x_stride, out, channels, BLOCK: tl.constexpr):
+    enter()
+    row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = c < channels
+    value = silu(tl.load(gate + row * gate_stride + c, mask=mask, other=0.0).to(tl.float32))
+    value *= tl.load(x + row * x_stride + c, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * channels + c, value.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -17,9 +17,11 @@ from engine.kernels.rows import PackedRows
 _COPY = 4096
 
 
-def embed(token_ids: Tensor, last_tokens: Tensor, rows: PackedRows, embeddings: Tensor) -> Tensor:
-    """Embeddings of token_ids int32 [T] -> [T, D]. An id of -1, in one of the first R tokens, each of which is then its
-    row's only one, stands for the token that its slot sampled last: last_tokens int32 [slots]."""
+def embed(
+    token_ids: Tensor, last_tokens: Tensor, rows: PackedRows, embeddings: Tensor, *, multiplier: float = 1.0
+) -> Tensor:
+    """Embeddings of token_ids int32 [T], times multiplier -> [T, D]. An id of -1, in one of the first R tokens, each of
+    which is then its row's only one, stands for the token that its slot sampled last: last_tokens int32 [slots]."""
     dim = embeddings.shape[1]
     out = torch.empty(token_ids.shape[0], dim, dtype=embeddings.dtype, device=embeddings.device)
     _embed[(token_ids.shape[0],)](
@@ -30,6 +32,8 @@ def embed(token_ids: Tensor, last_tokens: Tensor, rows: PackedRows, embeddings: 
         embeddings,
         out,
         dim,
+        multiplier,
+        SCALED=multiplier != 1,
         BLOCK=padded(dim),
         num_warps=4,
         launch_pdl=EARLY,
@@ -70,7 +74,18 @@ def copy_slots(pools: tuple[Tensor, ...], pairs: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["count"])
-def _embed(token_ids, last_tokens, slots, count, embeddings, out, dim, BLOCK: tl.constexpr):
+def _embed(
+    token_ids,
+    last_tokens,
+    slots,
+    count,
+    embeddings,
+    out,
+    dim,
+    multiplier,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     enter()
     t = tl.program_id(0)
     token = tl.load(token_ids + t)
@@ -78,6 +93,8 @@ def _embed(token_ids, last_tokens, slots, count, embeddings, out, dim, BLOCK: tl
         token = tl.load(last_tokens + tl.load(slots + t))
     c = tl.arange(0, BLOCK)
     value = tl.load(embeddings + tl.maximum(token, 0).to(tl.int64) * dim + c, mask=c < dim)
+    if SCALED:
+        value = (value.to(tl.float32) * multiplier).to(value.dtype)
     tl.store(out + t.to(tl.int64) * dim + c, value, mask=c < dim)
 
 

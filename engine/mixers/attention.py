@@ -41,7 +41,7 @@ class AttentionMixer:
         eps: float,
     ) -> None:
         self.config, self.rotary, self.eps = config, rotary, eps
-        self.qkv = Projection(*_fused(config, weights))
+        self.qkv = Projection(*fused_qkv(config, weights))
         self.out = project(weights, "o_proj")
         self.q_norm, self.k_norm = weights.get("q_norm.weight"), weights.get("k_norm.weight")
         self.kv = kv
@@ -82,7 +82,7 @@ class AttentionMixer:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _fused(config: AttentionConfig, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+def fused_qkv(config: AttentionConfig, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of one projection to queries, keys, values and, where there is one, the gate.
 
     In the files the gate of each head follows its query.

@@ -30,7 +30,7 @@ def moe_shapes(config: MoeConfig, hidden: int) -> Shapes:
     if config.latent_size is not None:
         shapes |= linear_shapes("fc1_latent_proj", width, hidden, config.bias)
         shapes |= linear_shapes("fc2_latent_proj", hidden, width, config.bias)
-    shared = mlp_shapes(_shared(config), hidden)
+    shared = mlp_shapes(shared_mlp(config), hidden)
     shapes |= {f"shared.{name}": shape for name, shape in shared.items()}
     return shapes | ({"shared_gate.weight": (1, hidden)} if config.shared_gate else {})
 
@@ -40,8 +40,8 @@ class MoeMixer:
         self.config = config
         self.router = Projection(weights["router.weight"].float())
         self.bias = weights.get("router.e_score_correction_bias")
-        self.experts = _experts(config, within(weights, "experts."))
-        self.shared = MlpMixer(_shared(config), within(weights, "shared."))
+        self.experts = make_experts(config, within(weights, "experts."))
+        self.shared = MlpMixer(shared_mlp(config), within(weights, "shared."))
         self.shared_gate = project(weights, "shared_gate") if config.shared_gate else None
         self.latent_in = project(weights, "fc1_latent_proj") if config.latent_size else None
         self.latent_out = project(weights, "fc2_latent_proj") if config.latent_size else None
@@ -52,7 +52,7 @@ class MoeMixer:
         yield from (self.experts.up, self.experts.down)
 
     def forward(self, normed: Tensor, residual: Tensor, step: Step) -> Tensor:
-        chosen, weights = self._route(self.router(normed.float()))
+        chosen, weights = route(self.config, self.router(normed.float()), self.bias)
         routed = normed if self.latent_in is None else self.latent_in(normed)
         routed = self.experts(routed, chosen, weights)
         hidden = residual + routed if self.latent_out is None else self.latent_out.add_to(residual, routed)
@@ -61,29 +61,29 @@ class MoeMixer:
             inner = inner * torch.sigmoid(self.shared_gate(normed))
         return self.shared.down.add_to(hidden, inner)
 
-    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [T, X] float32 -> chosen [T, k], weights float32 [T, k]."""
-        config = self.config
-        count = config.experts_per_token
-        match config.router:
-            case Router.SOFTMAX_OF_TOP_K:
-                return softmax_of_top_k(logits, count)
-            case Router.TOP_K_OF_SOFTMAX:
-                return top_k_of_softmax(logits, count, config.normalise)
-            case Router.TOP_K_OF_SIGMOID:
-                assert self.bias is not None
-                return top_k_of_sigmoid(
-                    logits, self.bias, count, config.groups, config.top_groups, config.normalise, config.scale
-                )
+
+def route(config: MoeConfig, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """logits [T, X] float32, bias [X] float32 where the router has one -> chosen [T, k], weights float32 [T, k]."""
+    count = config.experts_per_token
+    match config.router:
+        case Router.SOFTMAX_OF_TOP_K:
+            return softmax_of_top_k(logits, count)
+        case Router.TOP_K_OF_SOFTMAX:
+            return top_k_of_softmax(logits, count, config.normalise)
+        case Router.TOP_K_OF_SIGMOID:
+            assert bias is not None
+            return top_k_of_sigmoid(
+                logits, bias, count, config.groups, config.top_groups, config.normalise, config.scale
+            )
 
 
-def _shared(config: MoeConfig) -> MlpConfig:
+def shared_mlp(config: MoeConfig) -> MlpConfig:
     return MlpConfig(
         intermediate_size=config.shared_size, activation=config.activation, bias=config.bias, fused=config.fused
     )
 
 
-def _experts(config: MoeConfig, weights: Mapping[str, Tensor]) -> Experts:
+def make_experts(config: MoeConfig, weights: Mapping[str, Tensor]) -> Experts:
     gated = config.activation is Activation.GATED_SILU
     if gated and not config.fused:
         up = torch.cat((weights["gate_proj.weight"], weights["up_proj.weight"]), dim=1)

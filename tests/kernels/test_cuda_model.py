@@ -1,9 +1,12 @@
-"""The CUDA model and runner against their twins: logits and every pool, for all kinds of steps."""
+"""The CUDA model and runner against their twins: logits and every pool, for all kinds of steps and every family."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,11 +19,24 @@ from engine.cuda.batch import LAST_TOKEN
 from engine.cuda.device import CudaDevice
 from engine.cuda.runner import CudaRunner
 from engine.device import Device, PlannedRow
+from engine.families import read_config
 from engine.model import HybridModel
 from engine.model_config import Activation, HybridConfig, LayerKind, MlpConfig
 from engine.pools import StatePools
 from engine.runner import ModelRunner
-from engine.weights import expected_shapes
+from engine.weights import expected_shapes, keep_float32
+from tests.support.families import (
+    FALCON_BIASES,
+    FALCON_MULTIPLIERS,
+    SPARSE,
+    falcon_h1,
+    granite,
+    nemotron_3,
+    qwen3_next,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 PAGE = 4
@@ -30,8 +46,41 @@ SHAPES = {
     "biased": (40, 6, 8, 20, 3, 16, True),
 }
 
+FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
+    "nemotron_3": partial(nemotron_3, "M*E", 8),
+    "nemotron_3_latent": partial(nemotron_3, "EM", 16, moe_latent_size=20, n_group=4, topk_group=2, bias=True),
+    "falcon_h1": partial(falcon_h1, 1, 8, **FALCON_MULTIPLIERS),
+    "falcon_h1_normed": partial(
+        falcon_h1,
+        1,
+        16,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=True,
+        mamba_n_groups=2,
+        mamba_d_conv=3,
+        **{**FALCON_MULTIPLIERS, "attention_in_multiplier": 1.0},
+        **FALCON_BIASES,
+    ),
+    "granite": partial(granite, "ma", 8, position_embedding_type="rope", **SPARSE),
+    "granite_dense": partial(granite, "ma", 16),
+    "qwen3_next": partial(
+        qwen3_next, 2, 8, layer_types=["linear_attention", "full_attention"], mlp_only_layers=[1], hidden_size=40
+    ),
+}  # fmt: skip
 
+
+@cache
 def make_config(name: str) -> HybridConfig:
+    return own_config(name) if name in SHAPES else family_config(name)
+
+
+def family_config(name: str) -> HybridConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        FAMILIES[name]().save_pretrained(folder)
+        return read_config(folder)
+
+
+def own_config(name: str) -> HybridConfig:
     hidden, heads, head_dim, d_state, groups, chunk, bias = SHAPES[name]
     from bench.gpu import nano_9b
 
@@ -62,7 +111,7 @@ def make_weights(config: HybridConfig, dtype: torch.dtype, device: torch.device)
     weights = {}
     for name, shape in expected_shapes(config).items():
         value = torch.randn(shape) * (1.0 if len(shape) < 2 or "embeddings" in name else shape[-1] ** -0.5)
-        kept = torch.float32 if name.endswith((".A_log", ".D", ".dt_bias", "norm.weight", "norm_f.weight")) else dtype
+        kept = torch.float32 if keep_float32(name) else dtype
         weights[name] = (value - 2 if name.endswith("dt_bias") else value).to(device, kept)
     return weights
 
@@ -119,7 +168,10 @@ def tokens(n: int, seed: int) -> list[int]:
 TABLES = [[7, 3, 9, 1, 12, 13, 14, 15, 16, 17, 18, 19], list(range(20, 32)), list(range(40, 52)), list(range(60, 72))]
 
 
-@pytest.mark.parametrize(("name", "few_rows"), [("plain", 8), ("biased", 0)])
+EVERY = [("plain", 8), ("biased", 0), *((name, 8 * (i % 2)) for i, name in enumerate(FAMILIES))]
+
+
+@pytest.mark.parametrize(("name", "few_rows"), EVERY)
 def test_a_life_of_several_rows(name: str, few_rows: int, device: torch.device) -> None:
     """Prefill in pieces, tracked on the way; mixed steps; decode with and without tracks; in any order of slots."""
     pair = Pair(name, device, few_rows=few_rows)
@@ -145,8 +197,9 @@ def test_a_life_of_several_rows(name: str, few_rows: int, device: torch.device) 
     pair.run([dataclasses.replace(steps[2], start=len(b) + 1), resumed])
 
 
-def test_bfloat16(device: torch.device) -> None:
-    pair = Pair("plain", device, torch.bfloat16, few_rows=8)
+@pytest.mark.parametrize("name", ["plain", "falcon_h1", "qwen3_next"])
+def test_bfloat16(name: str, device: torch.device) -> None:
+    pair = Pair(name, device, torch.bfloat16, few_rows=8)
     pair.run([Row(tokens(21, 1), 0, TABLES[0], 5, 1, Track(16, 9))])
     pair.run([Row([4], 21, TABLES[0], 5, 1, None)])
 

@@ -331,7 +331,7 @@ def test_attend_decode(
     query = randn(device, len(lengths) + 1, query_heads * dim + 3, dtype=dtype)[:, : query_heads * dim]
     starts = [*(n - 1 for n in lengths), -1]
     rows = packed(starts, [1] * len(starts), [1, 2, 3, 4, 5, 0], device, tables=[*tables, [0]])
-    out = attend_decode(query, kv, rows, splits=splits)
+    out = attend_decode(query, kv, rows, scale=dim**-0.5, splits=splits)
     for row, table in enumerate(tables):
         expected = attention_ref(query[row].view(1, query_heads, dim), kv, table, lengths[row] - 1, dim**-0.5)
         close(out[row], expected[0], TOLERANCE[dtype])
@@ -345,7 +345,7 @@ def test_attend_prefill(query_heads: int, heads: int, dim: int, dtype: torch.dty
     kv, tables = paged(device, [start + n for start, n in pieces], heads, dim, dtype)
     query = randn(device, 108, query_heads * dim + 3, dtype=dtype)[:, : query_heads * dim]
     rows = packed([s for s, _ in pieces], [n for _, n in pieces], [1, 2, 3, 4], device, tables=tables)
-    out = attend_prefill(query, kv, rows)
+    out = attend_prefill(query, kv, rows, scale=dim**-0.5)
     parts = zip(query.split([n for _, n in pieces]), out.split([n for _, n in pieces]), pieces, tables, strict=True)
     for part, found, (start, _), table in parts:
         expected = attention_ref(part.view(-1, query_heads, dim), kv, table, start, dim**-0.5)
