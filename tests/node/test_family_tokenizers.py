@@ -359,7 +359,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
-TEXT = "Tom's 1234 apples: nai\u0308ve naïve\t€5 日本語 <a 日> 👍🏽\n\n<think>é</think> <tool_call>{} >>ABSTRACT<< done "
+TEXT = "Tom's 1234 apples: nai\u0308ve naïve\t€5 日本語 <a 日> 👍🏽\n\n<think>é</think> <tool_call>{} >>ABSTRACT<< x "
 
 
 @EVERY_FAMILY
