@@ -367,18 +367,29 @@ def main() -> None:
     rules = None if arguments.dry_run else library()
     if rules is None:
         print("without flash-linear-attention: our kernels alone")
-    found = {name: measure(of, count, length, rules) for name, count, length in cases(of)}
-    print(table(found))
-    figures: Figures = {"bound": BOUND, "cases": found}
-    if rules is not None:
-        figures["library"] = importlib.metadata.version("fla-core")
-    if arguments.sweep:
-        figures["details"] = {name: details(of, count, length, rules) for name, count, length in cases(of)}
-        for name, one in figures["details"].items():
-            show(name, one)
+    figures: Figures = {"bound": BOUND, "device": device_name(), "library": library_version() if rules else None}
+    figures["cases"] = {name: measure(of, count, length, rules) for name, count, length in cases(of)}
+    print(table(figures["cases"]))
     if not arguments.dry_run:
-        figures["device"] = torch.cuda.get_device_name()
         write_result("gated_delta", figures, arguments.out)
+    if not arguments.sweep:
+        return
+    figures["details"] = {name: details(of, count, length, rules) for name, count, length in cases(of)}
+    for name, one in figures["details"].items():
+        show(name, one)
+    if not arguments.dry_run:
+        write_result("gated_delta", figures, arguments.out)
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
+def library_version() -> str:
+    try:
+        return importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 if __name__ == "__main__":
