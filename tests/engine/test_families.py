@@ -67,15 +67,15 @@ def test_the_architecture_of_falcon(folders: Folders) -> None:
     assert (mamba.conv_blocks, mamba.state_shape, mamba.conv_kernel) == ((48, 32, 32), (4, 12, 16), 3)
     assert config.attention.scale == pytest.approx(12**-0.5 * 0.7) and config.attention.rotary_dim == 12
     assert read_config(folders("falcon")).attention.scale == pytest.approx(12**-0.5 * 0.7 * 1.5**2)
-    assert config.embedding_multiplier == 2.5 and config.attention.rope_theta == 1e6
+    assert config.embedding_multiplier == 0.8 and config.attention.rope_theta == 1e6
 
 
 def test_the_architecture_of_granite(folders: Folders) -> None:
     config = read_config(folders("granite_sparse"))
-    assert config.attention.scale == 0.125 and config.attention.rotary_dim == 12
+    assert config.attention.scale == 0.35 and config.attention.rotary_dim == 12
     assert read_config(folders("granite")).attention.rotary_dim == 0
     assert config.moe is not None and config.moe.router is Router.SOFTMAX_OF_TOP_K and config.mlp is None
-    assert config.embedding_multiplier == 12 and config.recurrence.chunk_size == 16
+    assert config.embedding_multiplier == 0.8 and config.recurrence.chunk_size == 16
 
 
 def test_the_architecture_of_qwen(folders: Folders, copied: Folders) -> None:
@@ -105,13 +105,13 @@ def test_what_is_multiplied_into_the_weights(folders: Folders) -> None:
     stored, weights = load_file(folders("falcon") / "model.safetensors"), load(folders("falcon"))
     prefix, mixer = "model.layers.1.", "layers.2.mixer."
     inner = stored[f"{prefix}mamba.in_proj.weight"] * 1.25
-    parts = zip(torch.split(inner, [48, 48, 16, 16, 4]), (0.9, 1.2, 0.7, 1.4, 0.8), strict=True)
+    parts = zip(torch.split(inner, [48, 48, 16, 16, 4]), (1.1, 1.2, 1.5, 1.4, 1.3), strict=True)
     assert_close(weights[f"{mixer}mamba.in_proj.weight"], torch.cat([part * factor for part, factor in parts]))
-    assert_close(weights[f"{mixer}mamba.out_proj.weight"], stored[f"{prefix}mamba.out_proj.weight"] * 0.6)
+    assert_close(weights[f"{mixer}mamba.out_proj.weight"], stored[f"{prefix}mamba.out_proj.weight"] * 1.5)
     assert_close(weights[f"{mixer}attention.o_proj.weight"], stored[f"{prefix}self_attn.o_proj.weight"] * 1.5 * 0.8)
     assert torch.equal(weights[f"{mixer}attention.k_proj.weight"], stored[f"{prefix}self_attn.k_proj.weight"])
     assert_close(weights["layers.3.mixer.gate_proj.weight"], stored[f"{prefix}feed_forward.gate_proj.weight"] * 0.75)
-    assert_close(weights["norm_f.weight"], stored["model.final_layernorm.weight"] * 0.4)
+    assert_close(weights["norm_f.weight"], stored["model.final_layernorm.weight"] * 1.4)
     stored, weights = load_file(folders("qwen") / "model.safetensors"), load(folders("qwen"))
     assert_close(weights["layers.1.norm.weight"], stored["model.layers.0.post_attention_layernorm.weight"] + 1)
     assert torch.equal(weights["layers.0.mixer.norm.weight"], stored["model.layers.0.linear_attn.norm.weight"])

@@ -117,10 +117,10 @@ def granite(layers: str, chunk: int, **more: Any) -> PretrainedConfig:
         "num_local_experts": 0,
         "mamba_n_heads": 8,
         "mamba_d_state": 16,
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.6,
-        "attention_multiplier": 0.125,
-        "logits_scaling": 3.0,
+        "embedding_multiplier": 0.8,
+        "residual_multiplier": 1.2,
+        "attention_multiplier": 0.35,
+        "logits_scaling": 0.8,
     }
     return GraniteMoeHybridConfig(
         **COMMON,
@@ -156,14 +156,14 @@ def qwen3_next(layers: int, chunk: int, **more: Any) -> PretrainedConfig:
 
 
 FALCON_MULTIPLIERS: Mapping[str, Any] = {
-    "embedding_multiplier": 2.5,
-    "lm_head_multiplier": 0.4,
+    "embedding_multiplier": 0.8,
+    "lm_head_multiplier": 1.4,
     "key_multiplier": 0.7,
     "attention_out_multiplier": 0.8,
     "attention_in_multiplier": 1.5,
-    "ssm_multipliers": [0.9, 1.2, 0.7, 1.4, 0.8],
+    "ssm_multipliers": [1.1, 1.2, 1.5, 1.4, 1.3],
     "ssm_in_multiplier": 1.25,
-    "ssm_out_multiplier": 0.6,
+    "ssm_out_multiplier": 1.5,
     "mlp_multipliers": [0.75, 0.5],
 }
 FALCON_BIASES: Mapping[str, Any] = {
