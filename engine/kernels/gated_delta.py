@@ -22,7 +22,6 @@ from engine.kernels.common import EARLY, MIN_DOT, dot, enter, padded, silu
 from engine.kernels.rows import PackedRows
 from engine.ops.gated_delta import EPS
 
-_LARGEST_CELL = 64
 _EPS = tl.constexpr(EPS)
 _BLOCK = tl.constexpr(MIN_DOT)
 
@@ -58,13 +57,13 @@ def gated_delta_prefill(
     """
     heads, dim, size = pool.shape[1:]
     tokens, channels = qkv.shape
-    cell = math.gcd(chunk, _LARGEST_CELL)
+    cell = math.gcd(chunk, _largest_cell(qkv.dtype))
     width = padded(cell, MIN_DOT)
     w, u, p = (qkv.new_empty(tokens, heads, each) for each in (dim, size, width))
     factors = torch.empty(3, tokens, heads, dtype=torch.float32, device=qkv.device)
     shapes = (tokens, heads, key_heads, dim, size)
     sizes = {"CELL": cell, "TOKENS": width, "DIM": padded(dim, MIN_DOT)}
-    prepare = prepare or Cut(values=padded(size, MIN_DOT), warps=4)
+    prepare = prepare or _prepare_cut(size, qkv.dtype)
     _prepare[((cell - 1 + rows.longest - 1) // cell + 1, heads, rows.count)](
         qkv,
         channels,
@@ -90,7 +89,7 @@ def gated_delta_prefill(
         num_stages=prepare.stages,
     )
     y = qkv.new_empty(tokens, heads * size)
-    advance = advance or _advance_cut(rows.count * heads, size)
+    advance = advance or _advance_cut(rows.count * heads, size, qkv.dtype)
     _advance[(triton.cdiv(size, advance.values), heads, rows.count)](
         qkv,
         channels,
@@ -115,10 +114,22 @@ def gated_delta_prefill(
     return y
 
 
-def _advance_cut(programs: int, size: int) -> Cut:
-    """Few heads and rows: narrow columns, so that there are programs for the whole card."""
-    values = min(padded(size, MIN_DOT), 64 if programs >= 128 else 32)
-    return Cut(values, warps=8 if values == 64 else 4, stages=2)
+def _largest_cell(dtype: torch.dtype) -> int:
+    """Products of float32 have no tensor cores, and all of a larger cell would not fit into registers."""
+    return 16 if dtype is torch.float32 else 64
+
+
+def _prepare_cut(size: int, dtype: torch.dtype) -> Cut:
+    wide = padded(size, MIN_DOT)
+    return Cut(min(wide, 64), warps=8) if dtype is torch.float32 else Cut(wide, warps=4)
+
+
+def _advance_cut(programs: int, size: int, dtype: torch.dtype) -> Cut:
+    """programs: heads of all rows. Few of them: narrow columns, so that there are programs for the whole card."""
+    wide = padded(size, MIN_DOT)
+    if dtype is torch.float32:
+        return Cut(min(wide, 32), warps=8)
+    return Cut(64, warps=8, stages=2) if programs >= 128 and wide >= 64 else Cut(min(wide, 32), warps=4, stages=2)
 
 
 def gated_delta_step(

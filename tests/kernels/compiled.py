@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -37,10 +38,11 @@ def shared_bytes(kernel: Any, constants: Mapping[str, int | str], *, warps: int,
 def main() -> None:
     """The kernels of the gated delta recurrence at the shape of Qwen3-Next, cut as they are."""
     cell: dict[str, int | str] = {"CELL": 64, "TOKENS": 64, "DIM": 128}
-    prepare = cell | {"SIZE": 128, "LEVELS": 2, "PRECISION": "tf32"}
-    print("_prepare", shared_bytes(gated_delta._prepare, prepare, warps=4))
+    prepare = cell | {"LEVELS": 2, "PRECISION": "tf32"}
+    cut = gated_delta._prepare_cut(128, torch.bfloat16)
+    print("_prepare", shared_bytes(gated_delta._prepare, prepare | {"SIZE": cut.values}, warps=cut.warps))
     for name, programs in (("_advance_narrow", 32), ("_advance_wide", 256)):
-        cut = gated_delta._advance_cut(programs, 128)
+        cut = gated_delta._advance_cut(programs, 128, torch.bfloat16)
         advance = cell | {"SIZE": cut.values}
         print(name, shared_bytes(gated_delta._advance, advance, warps=cut.warps, stages=cut.stages))
     print("_step", shared_bytes(gated_delta._step, {"DIM": 128, "SIZE": 16}, warps=4))

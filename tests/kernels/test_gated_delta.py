@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels import gated_delta as kernels
 from engine.kernels.gated_delta import Cut, gated_delta_prefill, gated_delta_step, head_rms_norm_gated
 from engine.ops.gated_delta import gated_delta_prefill as twin_prefill
 from engine.ops.gated_delta import gated_delta_sequential_ref
@@ -148,10 +149,13 @@ def test_prefill_equals_its_twin(dtype: torch.dtype, device: torch.device) -> No
     close(pool, twin_pool, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("chunk", [4, 24, 64, 256])
-def test_any_chunk_can_end_where_a_state_is_kept(chunk: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("chunk", "dtype"),
+    [(4, torch.float32), (24, torch.float32), (96, torch.bfloat16), (64, torch.bfloat16), (256, torch.bfloat16)],
+)
+def test_any_chunk_can_end_where_a_state_is_kept(chunk: int, dtype: torch.dtype, device: torch.device) -> None:
     length = chunk + min(chunk, 70) + 3
-    inputs = make_inputs(device, length, 1, 1, 4, 8, torch.float32)
+    inputs = make_inputs(device, length, 1, 1, 4, 8, dtype)
     pool = strided_pool(device, 1, 4, 8)
     before, tracks = pool.clone(), {0: (5, chunk)}
     rows = packed([chunk], [length], [2], device, tracks=tracks)
@@ -176,8 +180,9 @@ def test_rows_of_a_batch_are_bit_for_bit_as_alone(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", HARD)
-def test_precision_is_kept(kind: str, device: torch.device) -> None:
-    """One cell of 64 and one of 6, then steps, in float32; decay and beta are what the raw values make of them."""
+def test_precision_is_kept(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cell of 64, as in bfloat16, and one of 6, then steps, in float32; decay and beta come from raw values."""
+    monkeypatch.setattr(kernels, "_largest_cell", lambda dtype: 64)
     q, k, v, decay, beta = (value.to(device) for value in hard(kind, 70, 1, 1, 16, 16))
     qkv = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=1)
     zeros, rate = torch.zeros(1, device=device), torch.full((1,), -1.0, device=device)
