@@ -62,7 +62,8 @@ WRITTEN_POLL_S = 0.05
 RANK_STOP_S = 4.0
 RANK_START_S = 1800.0
 LAST_WORDS_S = 0.5
-RESTART_WAIT_S = 30.0  # at most, before a rank that does not live longer than this is started again
+RESTART_WAIT_S = 30.0  # at most, before a rank that does not serve longer than this is started again
+RETURN_S, RETURN_STARTS = 60.0, 4.0  # how long one may load: this, or so many times what the node's own start took
 
 
 def serve(
@@ -71,13 +72,15 @@ def serve(
     command: list[str] | None = None,
     bootstrap: StartBootstrap = start_bootstrap,
     rank_stop_s: float = RANK_STOP_S,
+    rank_return_s: float = RETURN_S,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain.
 
     command: how to start a rank; `--ipc DIR --front PID --rank R` is added, the config goes to its stdin as JSON.
     Raises ConfigError for settings that cannot work, a port that is taken among them, and WorkerError when a rank dies
     before it is ready or when no rank is left. rank_stop_s: how long a rank may take to shut down before it gets
-    SIGTERM, then SIGKILL.
+    SIGTERM, then SIGKILL. rank_return_s: how long a process in the place of a dead one may load, however quick the
+    node's own start was.
     """
     configure_logging(config.server.log_level, f"{config.role.value}/front")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -99,6 +102,7 @@ def serve(
             command=command or rank_command(config.role),
             start_bootstrap=bootstrap,
             rank_stop_s=rank_stop_s,
+            rank_return_s=rank_return_s,
             tokenizer=tokenizer,
             chat_template=chat_template,
             tracing=tracing,
@@ -126,6 +130,7 @@ class _Front:
     command: list[str]
     start_bootstrap: StartBootstrap
     rank_stop_s: float
+    rank_return_s: float
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     tracing: Tracing | None
@@ -159,7 +164,9 @@ class _Front:
         client.start()
         try:
             async with self._ranks(client):
+                began_s = loop.time()
                 readies = await self._unless_stopped(_wait_ready(client))
+                self.rank_return_s = max(self.rank_return_s, RETURN_STARTS * (loop.time() - began_s))
                 if readies is not None:
                     await self._serve_ready(client, readies)
         finally:
@@ -187,6 +194,7 @@ class _Front:
                 processes.append(process)
                 client.add_rank(rank, process.pid)
                 keepers.append(asyncio.create_task(self._keep(processes, rank, client)))
+                keepers[-1].add_done_callback(self._on_keeper_end)
             yield
         finally:
             async with self.starting:
@@ -206,25 +214,71 @@ class _Front:
         """Start another process, while others serve, whenever the one of this rank has ended."""
         wait_s = 0.0
         while True:
-            began_s = time.monotonic()
-            error = await processes[rank].wait()
+            error, served_s = await self._death(processes[rank], client)
             log.error(error.message)
-            is_serving = len(client.readies()) == self.num_ranks
-            if not is_serving:
-                await asyncio.sleep(LAST_WORDS_S)  # its StartFailed, which says more, may still be on its way
-            client.on_rank_death(rank, error)
-            if not is_serving or client.all_dead or self.stopping.is_set():
+            if not self._is_serving(client) or client.all_dead or self.stopping.is_set():
                 break
-            wait_s = 0.0 if time.monotonic() - began_s > RESTART_WAIT_S else min(2 * wait_s + 1.0, RESTART_WAIT_S)
+            wait_s = 0.0 if served_s > RESTART_WAIT_S else _longer(wait_s)
+            log.info("rank %d is started again in %g s", rank, wait_s)
             await asyncio.sleep(wait_s)
-            async with self.starting:
-                processes[rank] = await start_rank(self.config, self.command, self.ipc_dir, rank, self.weights)
-                client.replace_rank(rank, processes[rank].pid)
-            log.info("rank %d is started again (pid %d)", rank, processes[rank].pid)
-        if is_serving and client.all_dead and not self.stopping.is_set():
+            while not await self._started_again(processes, rank, client):
+                wait_s = _longer(wait_s)
+                await asyncio.sleep(wait_s)
+        if self._is_serving(client) and client.all_dead and not self.stopping.is_set():
             log.error("no rank is left: the node ends")
             self.last_death = error
             self.stopping.set()
+
+    def _is_serving(self, client: RankClient) -> bool:
+        return len(client.readies()) == self.num_ranks
+
+    async def _death(self, process: RankProcess, client: RankClient) -> tuple[WorkerError, float]:
+        """Wait for it. Returns how it ended, and how long it had served; seconds."""
+        loop = asyncio.get_running_loop()
+        limit = (
+            loop.call_later(self.rank_return_s, self._end_late, process, client) if self._is_serving(client) else None
+        )
+        error = await process.wait()
+        if limit is not None:
+            limit.cancel()
+        ready_s, now_s = client.ready_s(process.rank), time.monotonic()
+        if ready_s is None or not self._is_serving(client):
+            await asyncio.sleep(LAST_WORDS_S)  # its StartFailed, which says more, may still be on its way
+        error = client.on_rank_death(process.rank, error)
+        process.close()
+        return error, 0.0 if ready_s is None else now_s - ready_s
+
+    def _end_late(self, process: RankProcess, client: RankClient) -> None:
+        """One that is stopped or stuck while it loads may hold what others wait for to load."""
+        if client.ready_s(process.rank) is None:
+            client.give_up(process.rank, WorkerError(f"it was not ready in {self.rank_return_s:.0f} s"))
+            process.kill()
+
+    async def _started_again(self, processes: list[RankProcess], rank: int, client: RankClient) -> bool:
+        async with self.starting:
+            try:
+                processes[rank] = await self._in_place_of_dead(rank, client)
+            except WorkerError as error:
+                log.error("%s", error.message)
+                return False
+        log.info("rank %d is started again (pid %d)", rank, processes[rank].pid)
+        return True
+
+    async def _in_place_of_dead(self, rank: int, client: RankClient) -> RankProcess:
+        process = await start_rank(self.config, self.command, self.ipc_dir, rank, self.weights)
+        try:
+            client.replace_rank(rank, process.pid)
+        except WorkerError:
+            await process.stop(grace_s=0, level=logging.DEBUG)
+            raise
+        return process
+
+    def _on_keeper_end(self, keeper: asyncio.Task[None]) -> None:
+        """A fault of ours: without its keeper a rank would be missed by nobody."""
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            log.error("a rank is no longer watched: the node drains and ends", exc_info=error)
+            self.last_death = WorkerError(f"a rank is no longer watched: {error!r}", code="internal_error")
+            self.draining.set()
 
     async def _serve_ready(self, client: RankClient, readies: list[Ready]) -> None:
         async with self._bootstrap(client, readies) as bootstrap_port, _grammars(self.config, readies) as grammars:
@@ -366,6 +420,10 @@ async def _wait_written(client: RankClient, server: uvicorn.Server) -> None:
     await client.wait_answered()
     while num_open_answers(server):  # noqa: ASYNC110 - a transport tells nobody that it has written all
         await asyncio.sleep(WRITTEN_POLL_S)
+
+
+def _longer(wait_s: float) -> float:
+    return min(2 * wait_s + 1.0, RESTART_WAIT_S)
 
 
 async def _wait_ready(client: RankClient) -> list[Ready]:

@@ -136,8 +136,9 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The rank cannot serve and is about to exit with this reason."""
+    """The rank, process pid, cannot serve and is about to exit with this reason."""
 
+    pid: int
     error: ErrorRecord
 
 

@@ -132,7 +132,7 @@ def run_rank(make_role: RoleFactory) -> None:
             switch_on(config.transfer.faults.engine)
         role = make_role(config, arguments.rank, waker)
     except ServingError as error:
-        sockets.send(StartFailed(error=error.record()))
+        sockets.send(StartFailed(pid=os.getpid(), error=error.record()))
         sockets.close(linger_ms=2000)
         sys.exit(1)
     sockets.send(role.ready())

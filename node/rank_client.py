@@ -119,7 +119,8 @@ class Running(msgspec.Struct, kw_only=True):
 
 class RankLink(msgspec.Struct, kw_only=True):
     """One rank as the front sees it. death: why it cannot be used until the process in its place is ready; silence: why
-    it cannot be used now. ready: what it said last; of a dead one what it was.
+    it cannot be used now. ready: what it said last; of a dead one what it was. ready_s: since when the present process
+    serves, None before. start_error: why the present process cannot serve.
 
     heard_s: when it last answered or computed. cpu_s: processor time that it had used when it was last looked at.
     """
@@ -130,6 +131,8 @@ class RankLink(msgspec.Struct, kw_only=True):
     ready: Ready | None = None
     death: ServingError | None = None
     silence: ServingError | None = None
+    ready_s: float | None = None
+    start_error: ServingError | None = None
     heard_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -192,14 +195,19 @@ class RankClient:
         self._links.append(RankLink(rank=rank, pid=pid, push=self._connect(rank)))
 
     def replace_rank(self, rank: int, pid: int) -> None:
-        """Another process is started in the place of a dead one. It is usable once it is ready."""
+        """Another process is started in the place of a dead one. It is usable once it is ready. Raises WorkerError when
+        there are no descriptors left."""
         link = self._links[rank]
         assert link.death is not None, f"rank {rank} lives"
-        link.push.close(linger=0)  # and what the dead one has not read
-        link.push, link.pid, link.cpu_s = self._connect(rank), pid, 0.0
+        dead, link.push = link.push, self._connect(rank)
+        dead.close(linger=0)  # and what the dead one has not read
+        link.pid, link.cpu_s, link.ready_s, link.start_error = pid, 0.0, None, None
 
     def _connect(self, rank: int) -> zmq.Socket[bytes]:
-        push = self._context.socket(zmq.PUSH)
+        try:
+            push = self._context.socket(zmq.PUSH)
+        except zmq.ZMQError as error:
+            raise WorkerError(f"rank {rank} cannot be talked to: {error}", code="rank_died") from error
         push.set_hwm(0)
         push.connect(f"ipc://{self._ipc_dir}/to_rank{rank}")
         return push
@@ -244,6 +252,10 @@ class RankClient:
         """Raises the first rank's error when no rank can be used."""
         if not self.usable():
             raise self._links[0].error or WorkerError("the node has no ranks")
+
+    def ready_s(self, rank: int) -> float | None:
+        """Since when, monotonic, its present process serves or served; None: it has not been ready."""
+        return self._links[rank].ready_s
 
     @property
     def all_dead(self) -> bool:
@@ -488,8 +500,8 @@ class RankClient:
                 self._on_pong(self._links[rank])
             case Ready():
                 self._on_ready(message)
-            case StartFailed(error=error):
-                self._fail_start(from_record(error))
+            case StartFailed(pid=pid, error=error):
+                self._on_start_failed(pid, from_record(error))
 
     def _deliver(self, item: Update | Failure, now: float, *, is_last: bool) -> None:
         entry = self._running.get(item.rid)
@@ -512,16 +524,32 @@ class RankClient:
             self._fail_start(WorkerError(f"a process that is none of our ranks is ready: pid {ready.pid}"))
             return
         if link.ready is not None and link.ready.fingerprint != ready.fingerprint:
-            log.error("rank %d came back with another state layout, %s: not used", link.rank, ready.fingerprint)
+            message = (
+                f"it came back with another state layout, {ready.fingerprint} in place of {link.ready.fingerprint}"
+            )
+            link.start_error = WorkerError(message, code="layout_mismatch")
             self._send(link.rank, Shutdown())
             return
         was_dead, link.death, link.silence = link.death is not None, None, None
         link.ready, link.heard_s = ready, time.monotonic()
+        link.ready_s = link.heard_s
         if was_dead:
             log.warning("rank %d serves again (pid %d)", link.rank, link.pid)
             self.on_return(link.rank, ready)
         if all(link.ready for link in self._links) and self._started is not None and not self._started.done():
             self._started.set_result(None)
+
+    def _on_start_failed(self, pid: int, error: ServingError) -> None:
+        """The first of all ranks ends the node; of one in the place of a dead one it is told with its death."""
+        for link in self._links:
+            if link.pid == pid:
+                link.start_error = error
+        self._fail_start(error)
+
+    def give_up(self, rank: int, error: ServingError) -> None:
+        """Its process, which is about to be killed, cannot serve for this reason, if it has not said another one."""
+        link = self._links[rank]
+        link.start_error = link.start_error or error
 
     def _fail_start(self, error: ServingError) -> None:
         if self._started is not None and not self._started.done():
@@ -529,15 +557,20 @@ class RankClient:
 
     # -- what goes wrong ---------------------------------------------------------------------------
 
-    def on_rank_death(self, rank: int, error: ServingError) -> None:
+    def on_rank_death(self, rank: int, error: WorkerError) -> WorkerError:
         """The process is gone: everything that it ran or was asked fails at once, with this error. What it had said
-        before is taken in first."""
+        before is taken in first. Returns the error with why it could not serve, if it had said so."""
         self._receive()
-        self._links[rank].death = error
+        link = self._links[rank]
+        if link.start_error is not None:
+            first, *rest = error.message.splitlines()
+            error = WorkerError("\n".join([f"{first}: {link.start_error.message}", *rest]), code=error.code)
+        link.death = error
         self._choice.forget(rank)
         self._fail_start(error)
         self.fail_running(error, rank=rank)
         self._fail_queries(error, rank)
+        return error
 
     def fail_running(self, error: ServingError, *, rank: int | None = None) -> None:
         """End every sequence (of one rank) with this error, without asking the rank."""

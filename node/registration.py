@@ -157,7 +157,7 @@ class Registrar:
         assert client is not None, "only between start and leave"
         try:
             answer = await client.request(method, url, **what)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, OSError, RuntimeError) as error:  # the last two: no descriptors, or threads, left
             return False, f"it cannot be reached ({type(error).__name__})"
         return answer.is_success, _news(answer) if answer.is_success else _reason(answer)
 

@@ -188,11 +188,15 @@ def main() -> None:
     die_with_parent(arguments.front)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
     sockets = RankSockets(arguments.ipc, arguments.rank)
+    is_again = (arguments.ipc / f"started{arguments.rank}").exists()
+    (arguments.ipc / f"started{arguments.rank}").touch()
+    if arguments.mode in ("loads-again", "fails-again"):
+        arguments.mode = {"loads-again": "loads", "fails-again": "start-failed"}[arguments.mode] if is_again else "ok"
     if arguments.mode == "dies":
         print("first line\nthe last words of the rank", file=sys.stderr, flush=True)
         os._exit(7)
     if arguments.mode == "start-failed":
-        sockets.send(StartFailed(error=ConfigError("--dtype float7: no such type").record()))
+        sockets.send(StartFailed(pid=os.getpid(), error=ConfigError("--dtype float7: no such type").record()))
         sockets.close(linger_ms=2000)
         time.sleep(1)  # as an interpreter with torch in it takes its time to end
         sys.exit(1)
@@ -203,6 +207,9 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank = FakeRank(config, arguments.rank)
     sockets.send(rank.ready())
+    if arguments.mode == "dies-when-ready" and is_again:
+        sockets.close(linger_ms=1000)
+        os._exit(7)
     run(rank, sockets, stuck=arguments.mode == "stuck")
     sockets.close(linger_ms=1000)
 

@@ -9,7 +9,7 @@ import msgspec
 
 from common.config import NodeConfig
 from common.errors import ServingError
-from node.front import serve
+from node import front
 from node.messages import Ready
 
 
@@ -33,9 +33,12 @@ def main() -> None:
     mode, num_ranks = sys.argv[1], int(sys.argv[2])
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeConfig)
     config = msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, dp_size=num_ranks))
+    if mode == "dies-when-ready":
+        front.RESTART_WAIT_S = 0.2
     command = [sys.executable, str(Path(__file__).with_name("fake_rank.py")), "--mode", mode]
     try:
-        serve(config, command=command, bootstrap=start_bootstrap, rank_stop_s=0.7)
+        return_s = 1.0 if mode == "loads-again" else front.RETURN_S
+        front.serve(config, command=command, bootstrap=start_bootstrap, rank_stop_s=0.7, rank_return_s=return_s)
     except ServingError as error:
         print(f"{error.record().type} {error.code}: {error.message}", file=sys.stderr)
         sys.exit(2)

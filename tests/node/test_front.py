@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import stat
@@ -338,6 +339,57 @@ def test_a_killed_rank_fails_its_requests_at_once_and_health(model_path: str, tm
         info = node.get("/server_info").json()
         assert [rank["alive"] for rank in info["ranks"]] == [True, True] and info["ranks"][1]["pid"] != victim.pid
         assert node.post(short).status_code == 200
+
+
+def kill_rank(node: FakeNode, rank: int) -> None:
+    victim = next(process for process in node.ranks() if process.cmdline()[-1] == str(rank))
+    victim.kill()
+    wait_for(lambda: not node.get("/get_load").json()[rank]["alive"])
+
+
+def death(node: FakeNode, rank: int) -> str:
+    return str(node.state(rank).get("error"))
+
+
+def test_a_rank_that_cannot_be_started_again_now_is_tried_again(model_path: str, tmp_path: Path) -> None:
+    """The front has no descriptor left meanwhile."""
+    with fake_node(node_config(model_path, Role.DECODE), tmp_path / "log", num_ranks=2) as node:
+        limits = resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, (8, limits[1]))
+        next(process for process in node.ranks() if process.cmdline()[-1] == "1").kill()
+        wait_for(lambda: "rank 1 cannot be started: [Errno 24]" in node.log.read_text())
+        resource.prlimit(node.process.pid, resource.RLIMIT_NOFILE, limits)
+        wait_for(lambda: all(load["alive"] for load in node.get("/get_load").json()))
+
+
+def test_why_a_rank_does_not_come_back_is_said(model_path: str, tmp_path: Path) -> None:
+    config = node_config(model_path, Role.DECODE)
+    with fake_node(config, tmp_path / "log", mode="fails-again", num_ranks=2) as node:
+        kill_rank(node, 1)
+        reason = "ended with exit code 1: --dtype float7: no such type"
+        wait_for(lambda: reason in death(node, 1))
+        assert "rank_died" in death(node, 1) and reason in node.log.read_text()
+        assert node.get("/health").status_code == 200
+
+
+def test_a_rank_that_does_not_get_ready_again_is_ended_and_tried_again(model_path: str, tmp_path: Path) -> None:
+    """It may be stopped, and hold what others wait for to load."""
+    config = node_config(model_path, Role.DECODE)
+    with fake_node(config, tmp_path / "log", mode="loads-again", num_ranks=2) as node:
+        kill_rank(node, 1)
+        wait_for(
+            lambda: "was killed by SIGKILL: it was not ready in " in node.state(1)["error"]["message"], within_s=60
+        )
+        wait_for(lambda: node.log.read_text().count("rank 1 is started again (pid") == 2)
+
+
+def test_a_rank_that_dies_as_soon_as_it_serves_is_started_after_pauses(model_path: str, tmp_path: Path) -> None:
+    """How long it loads counts for nothing; here it is longer than the longest pause."""
+    config = node_config(model_path, Role.DECODE)
+    with fake_node(config, tmp_path / "log", mode="dies-when-ready", num_ranks=2) as node:
+        kill_rank(node, 1)
+        wait_for(lambda: node.log.read_text().count("rank 1 is started again in") == 3)
+        assert "rank 1 is started again in 0 s" not in node.log.read_text().partition("exit code 7")[2]
 
 
 def test_a_rank_that_says_nothing_fails_the_request_in_time(model_path: str, tmp_path: Path) -> None:
