@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from common.reasoning import CLOSE, OPEN, opens_thinking
+from common.tagged_calls import tagged_call_rules
 from common.tools import Tool, ToolFormat, ToolRequest
 
 GRAMMARS = frozenset({"json_schema", "ebnf"})  # the fields of `sampling_params` that constrain an answer here
@@ -123,18 +124,22 @@ def _call_rules(tools: ToolRequest, form: ToolFormat, single_tokens: frozenset[s
     begin, end = _markers(form, single_tokens)
     more = MAX_FORCED_CALLS - 1 if tools.parallel and tools.named is None else 0
     match form:
-        case ToolFormat.HERMES:
+        case ToolFormat.HERMES | ToolFormat.TAGS:
             repeated = f' ("\\n" {begin} inside {end}){{0,{more}}}' if more else ""
             inside = '"\\n" call "\\n"'
         case ToolFormat.NEMOTRON | ToolFormat.PLAIN:
             repeated = ""
             inside = f'"[" call (", " call){{0,{more}}} "]"' if more else '"[" call "]"'
-    bodies = [
-        f"call_{i}: {json.dumps(_head(tool.name))} %json {_json(_parameters(tool, tools))} {json.dumps('}')}"
-        for i, tool in enumerate(tools.callable)
-    ]
+    bodies = [rule for i, tool in enumerate(tools.callable) for rule in _body_rules(f"call_{i}", tool, tools, form)]
     one = " | ".join(f"call_{i}" for i in range(len(tools.callable)))
     return [f"calls: {begin} inside {end}{repeated}", f"inside: {inside}", f"call: {one}", *bodies]
+
+
+def _body_rules(rule: str, tool: Tool, tools: ToolRequest, form: ToolFormat) -> list[str]:
+    parameters = _parameters(tool, tools)
+    if form is ToolFormat.TAGS:
+        return tagged_call_rules(rule, tool.name, parameters, WHITESPACE)
+    return [f"{rule}: {json.dumps(_head(tool.name))} %json {_json(parameters)} {json.dumps('}')}"]
 
 
 def _parameters(tool: Tool, tools: ToolRequest) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Tools of a chat request, and the calls of them that a model writes into its answer.
 
     Hermes, Qwen   <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>   once for each call
+    Nemotron 3     <tool_call>\\n<function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>   the same
     Nemotron       <TOOLCALL>[{"name": "f", "arguments": {…}}, …]</TOOLCALL>
     plain          [{"name": "f", "arguments": {…}}, …]   the whole answer, where the grammar forces a call on a model
                                                            whose chat template has no form for it
@@ -13,10 +14,12 @@ from __future__ import annotations
 import enum
 import hashlib
 import re
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import msgspec
 
+from common import tagged_calls
 from common.errors import RequestError
 from common.markers import length_of_beginning
 
@@ -29,6 +32,7 @@ class ToolFormat(enum.StrEnum):
     """How a model writes a call."""
 
     HERMES = "hermes"
+    TAGS = "tags"
     NEMOTRON = "nemotron"
     PLAIN = "plain"
 
@@ -36,7 +40,7 @@ class ToolFormat(enum.StrEnum):
     def markers(self) -> tuple[str, str]:
         """What stands around calls; empty where nothing does."""
         match self:
-            case ToolFormat.HERMES:
+            case ToolFormat.HERMES | ToolFormat.TAGS:
                 return "<tool_call>", "</tool_call>"
             case ToolFormat.NEMOTRON:
                 return "<TOOLCALL>", "</TOOLCALL>"
@@ -140,7 +144,7 @@ def tool_format(template: str | None) -> ToolFormat:
     """How the model of this chat template (its source) writes calls."""
     for form in (ToolFormat.HERMES, ToolFormat.NEMOTRON):
         if template is not None and form.markers[0] in template:
-            return form
+            return ToolFormat.TAGS if form is ToolFormat.HERMES and tagged_calls.OPEN in template else form
     return ToolFormat.PLAIN
 
 
@@ -185,7 +189,8 @@ class ToolSplitter:
 
     def __init__(self, form: ToolFormat, request: ToolRequest, rid: str) -> None:
         self._open, self._close = form.markers
-        self._names = frozenset(tool.name for tool in request.callable)
+        self._form = form
+        self._parameters = {tool.name: tool.parameters for tool in request.callable}
         self._most = None if request.parallel else 1
         self._rid = rid
         self._inside = not self._open and request.is_forced
@@ -234,14 +239,25 @@ class ToolSplitter:
             self._searched = max(0, len(self._held) - len(self._close))
             return "", []
         body = self._held[:at] if at >= 0 else self._held
-        found = _read_calls(body, self._names)
-        if found is None and at >= 0 and not is_last and _is_cut(body):  # the marker is part of a string
+        found = self._calls_in(body)
+        if found is None and at >= 0 and not is_last and self._is_cut(body):  # the marker is part of a string
             self._searched = at + len(self._close)
             return "", []
         self._inside = False
         end = at + len(self._close) if at >= 0 else len(self._held)
         text, self._held = self._gap + self._open + self._held[:end], self._held[end:]
         return (text, []) if found is None else ("", self._named(found))
+
+    def _calls_in(self, body: str) -> list[tuple[str, str]] | None:
+        if self._form is not ToolFormat.TAGS:
+            return _read_calls(body, self._parameters.keys())
+        call = tagged_calls.read_tagged_call(body, self._parameters)
+        return None if call is None else [call]
+
+    def _is_cut(self, body: str) -> bool:
+        if self._form is not ToolFormat.TAGS:
+            return _is_cut(body)
+        return body.lstrip().startswith(tagged_calls.OPEN) and not body.rstrip().endswith(tagged_calls.CLOSE)
 
     def _named(self, found: list[tuple[str, str]]) -> list[ToolCall]:
         calls = []
@@ -257,7 +273,7 @@ class _Call(msgspec.Struct):
     arguments: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-def _read_calls(body: str, names: frozenset[str]) -> list[tuple[str, str]] | None:
+def _read_calls(body: str, names: Container[str]) -> list[tuple[str, str]] | None:
     """(name, arguments) of each call; None when this is no call of a known function."""
     try:
         found = msgspec.json.decode(body, type=_Call | list[_Call])

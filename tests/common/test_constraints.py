@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from common.constraints import Thought, constraints, thought_of
 from common.errors import RequestError
 from common.response_format import read_response_format
-from common.tools import NO_TOOLS, ToolFormat, ToolRequest, read_tools
+from common.tools import NO_TOOLS, ToolCall, ToolFormat, ToolRequest, ToolSplitter, read_tools
 from node.grammar_check import check
 from node.grammars import Question
 from tests.support.stack import MODEL
@@ -96,7 +96,7 @@ class Trial:
 
 
 @EVERY_KIND
-@pytest.mark.parametrize("form", list(ToolFormat))
+@pytest.mark.parametrize("form", CALLS)
 def test_a_forced_call_is_one_of_the_tools_with_valid_arguments(form: ToolFormat, kind: Kind) -> None:
     trial = Trial(constraints(None, FORCED, form, Thought.NONE, *kind.tokens), kind)
     one, two = CALLS[form]
@@ -109,7 +109,7 @@ def test_a_forced_call_is_one_of_the_tools_with_valid_arguments(form: ToolFormat
     assert not trial.takes(f"<think>x</think>{one % F}")
 
 
-@pytest.mark.parametrize("form", list(ToolFormat))
+@pytest.mark.parametrize("form", CALLS)
 def test_a_named_function_is_called_once_and_no_other(form: ToolFormat) -> None:
     one, two = CALLS[form]
     named = read_tools({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}})
@@ -171,6 +171,65 @@ def test_what_begins_like_a_call_of_strict_tools_is_one(form: ToolFormat, kind: 
     assert not opened.takes(f"x</think>{one[:14]}x")
 
 
+def tagged(name: str, **arguments: str) -> str:
+    inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
+
+
+SEARCH = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "unit": {"type": "string", "enum": ["km", "mi"]},
+        "places": {"type": "array", "items": {"$ref": "#/$defs/place"}},
+        "any": {},
+    },
+    "required": ["text"],
+    "$defs": {"place": {"type": "integer"}},
+}
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("thought", [Thought.NONE, Thought.OPEN])
+def test_forced_calls_in_tags(kind: Kind, thought: Thought) -> None:
+    tools = [{"type": "function", "function": {"name": "s", "parameters": SEARCH}}, TOOLS[1]]
+    forced = read_tools({"tools": tools, "tool_choice": "required"})
+    trial = Trial(constraints(None, forced, ToolFormat.TAGS, thought, *kind.tokens), kind)
+    before = "Hm.</think>\n" if thought is Thought.OPEN else ""
+    one, two = tagged("s", text="é\n<b> {1"), tagged("s", text="", unit="km", places="[1, 2]", any="what ever")
+    for good in (one, two, f"{one}\n{two}", tagged("g"), tagged("g", x="1", y="é"), tagged("s", text="a", any="{}")):
+        assert trial.takes(before + good), good
+        assert read_back(good, forced)
+    bad = (tagged("s"), tagged("s", unit="km"), tagged("s", text="x", unit="m"), tagged("s", text="x", places='["a"]'))
+    for text in (*bad, tagged("h"), tagged("s", text="x", other="1"), one + "x", one[:-13]):
+        assert not trial.takes(before + text), text
+
+
+@EVERY_KIND
+def test_calls_in_tags_of_strict_tools(kind: Kind) -> None:
+    tools = [{"type": "function", "function": {"name": "s", "parameters": SEARCH, "strict": True}}, TOOLS[0]]
+    auto = read_tools({"tools": tools})
+    trial = Trial(constraints(None, auto, ToolFormat.TAGS, Thought.NONE, *kind.tokens), kind)
+    for good in ("", "Hello", f"Hm. {tagged('s', text='x')} and", tagged("f", a="no integer")):
+        assert trial.takes(good), good
+    assert not trial.takes(tagged("s", unit="km")) and not trial.takes(tagged("h"))
+
+
+def test_odd_schemas_in_tags() -> None:
+    """What JSON schema has no meaning for is no error of ours."""
+    odd = {"properties": {"a": True, "b": {"type": "string", "enum": 5}}, "required": 5}
+    forced = read_tools(
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": odd}}], "tool_choice": "required"}
+    )
+    trial = Trial(constraints(None, forced, ToolFormat.TAGS, Thought.NONE, NONE, NONE), Kind.TEXT)
+    assert trial.takes(tagged("f")) and trial.takes(tagged("f", a="x", b="y"))
+
+
+def read_back(text: str, tools: ToolRequest) -> list[ToolCall]:
+    splitter = ToolSplitter(ToolFormat.TAGS, tools, "rid")
+    return splitter.push(text).calls + splitter.finish().calls
+
+
 def test_a_free_answer_has_no_grammar_but_its_markers_are_shown() -> None:
     auto, markers = read_tools({"tools": TOOLS}), frozenset(MARKERS)
     assert constraints(None, NO_TOOLS, ToolFormat.PLAIN, Thought.NONE, markers, NONE) == {}
@@ -230,7 +289,9 @@ def test_every_request_that_forces_calls_makes_a_grammar_that_compiles() -> None
     }
     tools = [{"type": "function", "function": {"name": "a-b.c_9", "parameters": odd}}]
     request: ToolRequest = read_tools({"tools": tools, "tool_choice": "required"})
-    for form in ToolFormat:
+    trial = Trial(constraints(None, request, ToolFormat.TAGS, Thought.OPEN, NONE, NONE), Kind.TEXT)
+    assert trial.takes("</think>" + tagged("a-b.c_9", **{'q"\\/\n%é😀': '"\\n"'}))
+    for form in CALLS:
         trial = Trial(constraints(None, request, form, Thought.OPEN, NONE, NONE), Kind.TEXT)
         call = json.dumps({"name": "a-b.c_9", "arguments": {'q"\\/\n%é😀': "\n"}}, ensure_ascii=False)
         assert trial.takes("</think>" + CALLS[form][0] % call)

@@ -20,7 +20,7 @@ from common.tools import (
     tool_format,
 )
 
-HERMES, NEMOTRON, PLAIN = ToolFormat.HERMES, ToolFormat.NEMOTRON, ToolFormat.PLAIN
+HERMES, TAGS, NEMOTRON, PLAIN = ToolFormat.HERMES, ToolFormat.TAGS, ToolFormat.NEMOTRON, ToolFormat.PLAIN
 
 
 def tool(name: str = "f", **function: Any) -> dict[str, Any]:
@@ -85,6 +85,7 @@ def test_refusals_name_the_field(body: dict[str, Any], param: str) -> None:
 
 def test_the_format_follows_from_the_template() -> None:
     assert tool_format("{{ tools }} <tool_call>") is HERMES
+    assert tool_format("{{ tools }} <tool_call>\n<function=") is TAGS
     assert tool_format("{{ tools }} <TOOLCALL>") is NEMOTRON
     assert tool_format("{{ tools }}") is tool_format(None) is PLAIN
 
@@ -102,9 +103,17 @@ def test_a_template_without_tools_takes_only_forced_calls() -> None:
 # -- calls in a text ---------------------------------------------------------------------------------------------------
 
 AUTO = read_tools({"tools": TOOLS})
+PROPERTIES = {"s": {"type": "string"}, "n": {"type": "integer"}}
+TYPED = read_tools({"tools": [tool("f", parameters={"type": "object", "properties": PROPERTIES})]})
 FORCED = read_tools({"tools": TOOLS, "tool_choice": "required"})
 BOTH = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": [1, "]"]}}]'
 CALL_F, CALL_G = ("f", '{"a": 1}'), ("g", '{"b": [1, "]"]}')
+
+
+def tagged(name: str, **arguments: str) -> str:
+    inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{inside}</function>\n</tool_call>"
+
 
 CASES: list[tuple[ToolFormat, ToolRequest, str, str, list[tuple[str, str]]]] = [
     (HERMES, AUTO, "No call. \n", "No call. \n", []),
@@ -125,6 +134,13 @@ CASES: list[tuple[ToolFormat, ToolRequest, str, str, list[tuple[str, str]]]] = [
         "",
         [("f", '{"t":"</tool_call> é 😀 \\u00e9", "n": 1e400}')],
     ),
+    (TAGS, AUTO, "Hm. " + tagged("f", a="1") + "\n" + tagged("g", b='[1, "]"]'), "Hm.", [CALL_F, CALL_G]),
+    (TAGS, AUTO, f"{tagged('g')} then", " then", [("g", "{}")]),
+    (TAGS, TYPED, tagged("f", s="12", n="12"), "", [("f", '{"s": "12", "n": 12}')]),
+    (TAGS, TYPED, tagged("f", s=" </tool_call> 1\n", n="NaN"), "", [("f", '{"s": " </tool_call> 1\\n", "n": "NaN"}')]),
+    (TAGS, TYPED, tagged("f", n=" 1e400", é="[1,2]"), "", [("f", '{"n": 1e400, "\\u00e9": [1,2]}')]),
+    (TAGS, TYPED, tagged("f", s="", x='{"y": null}'), "", [("f", '{"s": "", "x": {"y": null}}')]),
+    (TAGS, AUTO, "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", "", [CALL_F]),
     (NEMOTRON, AUTO, f"<TOOLCALL>{BOTH}</TOOLCALL>", "", [CALL_F, CALL_G]),
     (NEMOTRON, AUTO, f"Hm.\n\n<TOOLCALL>{BOTH}</TOOLCALL>\n", "Hm.", [CALL_F, CALL_G]),
     (PLAIN, FORCED, BOTH, "", [CALL_F, CALL_G]),
@@ -141,6 +157,11 @@ CASES: list[tuple[ToolFormat, ToolRequest, str, str, list[tuple[str, str]]]] = [
             (HERMES, 'a <tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>'),
             (HERMES, "a <tool_call></tool_call>"),
             (HERMES, "a <tool"),
+            (TAGS, tagged("h", a="1")),
+            (TAGS, tagged("f", a="1")[:-20]),
+            (TAGS, "a <tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call> b"),
+            (TAGS, "a <tool_call>\n<function=f>\nx\n</function>\n</tool_call> b"),
+            (TAGS, 'a <tool_call>{"name": "f"}</tool_call>'),
             (NEMOTRON, "<TOOLCALL>[]</TOOLCALL>"),
             (NEMOTRON, '<TOOLCALL>[{"name": "f"}, {"name": "h"}]</TOOLCALL>'),
         ]
@@ -201,3 +222,9 @@ def test_a_long_call_costs_no_more_than_its_length() -> None:
     text = "<tool_call>" + json.dumps({"name": "f", "arguments": {"t": "x" * 300_000}}) + "</tool_call>"
     _, calls = streamed(HERMES, AUTO, text, 4)
     assert len(calls) == 1 and len(calls[0].arguments) > 300_000
+
+
+def test_a_long_tagged_call_costs_no_more_than_its_length() -> None:
+    text = tagged("f", t="</tool_call>" * 5000)
+    _, calls = streamed(TAGS, AUTO, text, 4)
+    assert json.loads(calls[0].arguments)["t"] == "</tool_call>" * 5000

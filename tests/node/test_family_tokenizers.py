@@ -229,6 +229,7 @@ class Family:
     bos: str | None
     inline: bool
     thinks: bool
+    calls: ToolFormat = ToolFormat.HERMES
 
 
 FAMILIES = {
@@ -275,6 +276,7 @@ FAMILIES = {
         bos="<s>",
         inline=False,
         thinks=True,
+        calls=ToolFormat.TAGS,
     ),
 }
 EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
@@ -430,7 +432,8 @@ def test_forced_calls_are_written_in_the_familys_tokens(name: str, thought: Thou
     tokenizer, eos_ids = load_tokenizer(folders[name]), load_eos_token_ids(folders[name])
     size = tokenizer.vocab_size + 40
     tools = read_tools({"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False})
-    fields = constraints(None, tools, ToolFormat.HERMES, thought, tokenizer.special_tokens, tokenizer.tag_tokens)
+    form = FAMILIES[name].calls
+    fields = constraints(None, tools, form, thought, tokenizer.special_tokens, tokenizer.tag_tokens)
     grammar = LLMatcher.grammar_from_lark(fields["ebnf"])
     matcher = compile_grammar(load_tokens(folders[name], size, eos_ids), grammar)
 
@@ -439,8 +442,7 @@ def test_forced_calls_are_written_in_the_familys_tokens(name: str, thought: Thou
         return {i for i in range(size) if mask[i // 8] >> i % 8 & 1}
 
     begin = {Thought.NONE: "", Thought.POSSIBLE: "<think>é日</think>\n", Thought.OPEN: "é日\n</think>\n\n"}[thought]
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    for token_id in tokenizer.encode(begin + call, special_tokens=False):
+    for token_id in tokenizer.encode(begin + CALL_TEXTS[form], special_tokens=False):
         assert token_id in allowed() and not eos_ids & allowed()
         matcher.consume_tokens([token_id])
     assert matcher.is_stopped() or allowed() == eos_ids
@@ -494,7 +496,7 @@ def test_chats_as_transformers(name: str, chat: str, generate: bool, folders: di
             assert (
                 tokenizer.encode(found, special_tokens=False) == reference(expected, add_special_tokens=False).input_ids
             )
-    assert tool_format(template.tool_source) is ToolFormat.HERMES
+    assert tool_format(template.tool_source) is FAMILIES[name].calls
 
 
 # -- through a node ----------------------------------------------------------------------------------------------------
@@ -510,7 +512,10 @@ def node(
         yield request.param, running
 
 
-CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+CALL_TEXTS = {
+    ToolFormat.HERMES: '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    ToolFormat.TAGS: "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+}
 QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
@@ -580,11 +585,12 @@ def test_thoughts_are_told_from_content(node: tuple[str, FakeNode]) -> None:
 
 def test_calls_are_told_from_content(node: tuple[str, FakeNode]) -> None:
     """Also where the markers are special tokens."""
-    _, running = node
+    name, running = node
+    text = CALL_TEXTS[FAMILIES[name].calls]
     tools = [{"type": "function", "function": {"name": "add"}}]
     fields = {"tools": tools, "ignore_eos": True, "max_tokens": 80} | QUIET
-    choice = ask(running, CALL_TEXT, **fields)
+    choice = ask(running, text, **fields)
     calls = [call["function"] for call in choice["message"]["tool_calls"]]
     assert calls[0] == {"name": "add", "arguments": '{"a": 1}'}
-    pieces = streamed(running, CALL_TEXT, **fields)
+    pieces = streamed(running, text, **fields)
     assert [call["function"] for piece in pieces for call in piece["delta"].get("tool_calls", [])] == calls
