@@ -8,7 +8,7 @@ import math
 import torch
 
 from common.errors import ConfigError
-from engine.model_config import HybridConfig
+from engine.model_config import HybridConfig, MoeConfig
 from engine.weights import expected_shapes, keep_float32
 
 _CONTEXT_BYTES = 1 << 30  # libraries, their workspaces, captured graphs, and what the allocator cannot use
@@ -65,8 +65,13 @@ def _token_values(config: HybridConfig) -> int:
     qkv = query + 2 * attention.kv_heads * attention.head_dim
     recurrent = 3 * recurrence.d_inner + 2 * recurrence.conv_dim + recurrence.state_shape[0]
     wide = 0 if mlp is None else mlp.intermediate_size
-    routed = 0 if moe is None else moe.experts_per_token * (moe.intermediate_size + config.hidden_size)
+    routed = 0 if moe is None else _routed_values(moe, config.hidden_size)
     return 2 * config.hidden_size + max(recurrent, qkv + query, wide, routed)
+
+
+def _routed_values(moe: MoeConfig, hidden: int) -> int:
+    """Each of a token's experts gets its own copy of the token, and gives one back; gate, up and their product between."""
+    return moe.experts_per_token * (2 * (moe.latent_size or hidden) + 3 * moe.intermediate_size)
 
 
 def check_memory(plan: MemoryPlan, free_bytes: int) -> None:

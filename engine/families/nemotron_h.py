@@ -133,6 +133,8 @@ def _read_moe(keys: Keys, bias: bool) -> MoeConfig:
     check_divides(keys, "n_group", groups, "n_routed_experts", experts)
     if top_groups > groups:
         raise keys.error("topk_group", f"at most n_group ({groups})")
+    if top_groups < groups and experts < 2 * groups:
+        raise keys.error("n_group", "two experts in a group are needed: groups are judged by their best two")
     if chosen > experts // groups * top_groups:
         raise keys.error("num_experts_per_tok", "more than there are experts to choose from")
     keys.only("n_shared_experts", 1)

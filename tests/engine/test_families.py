@@ -194,6 +194,7 @@ def test_a_stack_and_a_piece_of_it_are_one_too_many(copied: Folders) -> None:
         ("qwen", "quantization_config", {"quant_method": "fp8"}),
         ("nemotron3", "topk_group", 2),
         ("nemotron3", "n_group", 3),
+        ("nemotron3", "n_group", 8),
         ("nemotron3", "num_experts_per_tok", 9),
         ("nemotron3", "n_shared_experts", 2),
         ("nemotron3", "moe_latent_size", 0),
