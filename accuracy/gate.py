@@ -14,7 +14,7 @@ import msgspec
 from accuracy import history
 from accuracy.client import Api, Client
 from accuracy.history import Drift, Night
-from accuracy.paired import Pairing, is_loss, pair
+from accuracy.paired import Pairing, hit_findings, is_loss, pair
 from accuracy.records import Journal, Record
 from accuracy.runs import Asking, Run, RunPlan, ask_all, plan_runs
 from accuracy.tasks import Task
@@ -192,7 +192,8 @@ def conclude(
     counts = "; ".join(f"run {p.run}: {p.only_baseline} against {p.only_subject}, p = {p.p:.3g}" for p in pairings)
     if is_loss(pairings):
         loses = f"loses against the baseline (right there alone against right here alone: {counts})"
-        return Verdict.FAIL, [*(subject.reasons if subject.verdict is Verdict.FAIL else []), loses]
+        own = subject.reasons if subject.verdict is Verdict.FAIL else []
+        return Verdict.FAIL, [*own, loses, *hit_findings(pairings)]
     if subject.verdict is Verdict.FAIL:
         worst = min(run.accuracy for run in baseline)
         weak = f"no loss against the baseline can be shown ({counts}), whose worst run has {worst:.3f}"

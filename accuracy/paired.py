@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 import msgspec
@@ -35,9 +35,18 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None
     prompt_tokens: int | None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is right in the baseline alone."""
+        return self.baseline_grade is Grade.RIGHT and self.subject_grade is not Grade.RIGHT
+
 
 class Pairing(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of the subject against the baseline's. p: McNemar's exact test, two-sided, of right against not right."""
+    """One run of the subject against the baseline's. p: McNemar's exact test, two-sided, of right against not right.
+
+    hits: pairs whose subject had the prompt, or its beginning, in its prefix cache; of them differing_hits have answers
+    that differ and lost_hits are right in the baseline alone.
+    """
 
     run: str
     pairs: int
@@ -47,6 +56,9 @@ class Pairing(msgspec.Struct, frozen=True, kw_only=True):
     neither: int
     p: float
     differing: int
+    hits: int
+    differing_hits: int
+    lost_hits: int
     differences: list[Difference]
 
 
@@ -57,6 +69,7 @@ def pair(run: str, subject: Iterable[Record], baseline: Iterable[Record]) -> Pai
     only_subject = sum(s.is_right and not b.is_right for s, b in pairs)
     only_baseline = sum(b.is_right and not s.is_right for s, b in pairs)
     differences = [difference(s, b) for s, b in pairs if _differ(s, b)]
+    hits = [(s, b) for s, b in pairs if s.outcome.cached_tokens]
     return Pairing(
         run=run,
         pairs=len(pairs),
@@ -66,8 +79,27 @@ def pair(run: str, subject: Iterable[Record], baseline: Iterable[Record]) -> Pai
         neither=sum(not s.is_right and not b.is_right for s, b in pairs),
         p=mcnemar_exact(only_subject, only_baseline),
         differing=len(differences),
+        hits=len(hits),
+        differing_hits=sum(_differ(s, b) for s, b in hits),
+        lost_hits=sum(b.is_right and not s.is_right for s, b in hits),
         differences=differences,
     )
+
+
+def hit_findings(pairings: Iterable[Pairing]) -> Iterator[str]:
+    """A sentence for each run in which questions were lost after prefix hits: the first of them is named."""
+    for p in pairings:
+        lost = [d for d in p.differences if d.cached_tokens and d.is_lost]
+        if lost:
+            yield (
+                f"run {p.run}: {p.lost_hits} of {p.only_baseline} lost questions came after a prefix hit, first "
+                f"{lost[0].id} ({lost[0].cached_tokens} of {lost[0].prompt_tokens} prompt tokens were cached, "
+                f"{_place(lost[0])} is the first that differs)"
+            )
+
+
+def _place(found: Difference) -> str:
+    return f"character {found.first_character}" if found.first_token is None else f"token {found.first_token}"
 
 
 def is_loss(pairings: Sequence[Pairing]) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 from accuracy.bisect import Bisection, PartFinding, bisect, open_nodes
 from accuracy.client import Api, Client
 from accuracy.kl import measure_kl
-from accuracy.parity import Likeness, compare_tokens
+from accuracy.parity import Comparison, Hits, Likeness, compare_tokens, hits
 from accuracy.prompts import Prompt
 from accuracy.records import Record
 from common.errors import ConfigError
@@ -63,15 +63,33 @@ async def parity(
         largest = max((one.logprob_difference for one in own), default=0.0)
         words = ", ".join(f"{count} {likeness}" for likeness, count in counts.items())
         click.echo(f"{run}: {words}; largest difference of a log-probability before that {largest:.2e}")
-    for one in found:
-        if one.likeness is Likeness.DIFFERENT:
-            gap = "" if one.gap is None else f", gap {one.gap:.3g}"
-            click.echo(
-                f"{one.run}, prompt {one.prompt}: token {one.position} is {one.subject_token} here and "
-                f"{one.baseline_token} there{gap}; {one.cached_tokens} prompt tokens cached"
-            )
+        click.echo(_hits_line(hits(run, found)))
+    different = [one for one in found if one.likeness is Likeness.DIFFERENT]
+    for one in different:
+        click.echo(difference_line(one))
     write_json(output, found)
-    return FAIL if any(one.likeness is Likeness.DIFFERENT for one in found) else PASS
+    return FAIL if different else PASS
+
+
+def _hits_line(found: Hits) -> str:
+    line = (
+        f"{found.run}: {found.different_hits} of {found.hits} answers after a prefix hit are different, "
+        f"{found.different_others} of {found.others} without one"
+    )
+    return line + (": what the prefix cache has saved is wrong" if found.are_suspected else "")
+
+
+def difference_line(one: Comparison) -> str:
+    """Of one that is different."""
+    where = f"{one.run}, prompt {one.prompt}: token {one.position}"
+    line = f"{where} is {one.subject_token} here and {one.baseline_token} there"
+    if one.shortfall is not None:
+        line += (
+            f", which the baseline finds likelier by {one.shortfall:.3g} (log-probability; its two best: {one.gap:.3g})"
+        )
+    if not one.prefix_hit:
+        return f"{line}; no prefix hit"
+    return f"{line}; a prefix hit: {one.cached_tokens} of {one.prompt_tokens} prompt tokens were cached"
 
 
 async def bisect_prompt(

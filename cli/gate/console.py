@@ -77,6 +77,8 @@ def _findings(report: Report) -> Iterator[str]:
     for p in report.pairings:
         alone = f"right here alone {p.only_subject}, there alone {p.only_baseline}, p = {p.p:.3g} (McNemar)"
         yield f"run {p.run} against the baseline: {alone}; {p.differing} of {p.pairs} answers differ"
+        if p.hits and p.differing:
+            yield f"run {p.run}: {p.differing_hits} of {p.hits} answers after a prefix hit differ"
     yield f"spread of the runs on these questions: {report.judgement.spread:.4f}"
     if report.drift is not None and report.drift.alarm:
         yield "the accuracy drifts down over the last nights (CUSUM)"

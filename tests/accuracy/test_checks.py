@@ -11,9 +11,9 @@ import pytest
 
 from accuracy.bisect import Bisection, compare_states
 from accuracy.kl import estimate, measure_kl
-from accuracy.parity import Likeness, compare_tokens
+from accuracy.parity import Hits, Likeness, compare_tokens, hits
 from accuracy.prompts import load_prompts
-from cli.gate.checks import bisection_lines, failing_prompt, first_difference_line
+from cli.gate.checks import bisection_lines, difference_line, failing_prompt, first_difference_line
 from common.errors import ConfigError, WorkerError
 
 # -- kl ------------------------------------------------------------------------------------------------------------
@@ -119,6 +119,68 @@ async def test_tokens_are_compared(
     found = await compare_tokens(subject, baseline, [{"text": "a"}], new_tokens=3, tie=1e-4)  # type: ignore[arg-type]
     assert [one.run for one in found] == ["cold", "warm"]
     assert (found[0].likeness, found[0].position) == (likeness, position)
+
+
+def token(cached: int, *ids: int) -> dict[str, Any]:
+    """An answer whose alternatives at each position are 2, 3 and 4, in that order."""
+    top = [[-0.1, 2, None], [-0.4, 3, None], [-2.3, 4, None]]
+    meta = {"output_token_logprobs": [[-0.1, i, None] for i in ids], "output_top_logprobs": [top] * len(ids)}
+    return {"meta_info": meta | {"cached_tokens": cached, "prompt_tokens": 640}}
+
+
+@pytest.mark.parametrize(
+    ("ours", "shortfall", "likeness"),
+    [(3, 0.3, Likeness.NEAR_TIE), (4, 2.2, Likeness.DIFFERENT), (9, 2.2, Likeness.DIFFERENT)],
+)
+async def test_a_token_that_differs_is_weighed_by_the_baseline(ours: int, shortfall: float, likeness: Likeness) -> None:
+    """Not by its two best alone: the third one is no tie when they are close."""
+    subject, baseline = Told([token(512, ours)]), Told([token(0, 2)])
+    found = await compare_tokens(subject, baseline, [{"text": "a"}], new_tokens=1, tie=0.31)  # type: ignore[arg-type]
+    assert found[0].shortfall == pytest.approx(shortfall) and found[0].likeness is likeness
+    assert found[0].gap == pytest.approx(0.3)
+
+
+class Told:
+    """A client whose server gives these answers."""
+
+    def __init__(self, answers: list[dict[str, Any]]) -> None:
+        self.answers = answers
+
+    async def flush(self) -> None:
+        """Nothing is kept."""
+
+    async def generate_all(self, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return self.answers
+
+
+async def test_wrong_answers_after_prefix_hits_are_set_against_the_others() -> None:
+    subject = Told([token(512, 4), token(512, 2), token(0, 2)])
+    baseline = Told([token(0, 2)] * 3)
+    found = await compare_tokens(subject, baseline, [{"text": "a"}] * 3, new_tokens=1, tie=0.1)  # type: ignore[arg-type]
+    warm = hits("warm", found)
+    assert (warm.hits, warm.different_hits, warm.others, warm.different_others) == (2, 1, 1, 0)
+    assert warm.are_suspected
+    assert [one.prefix_hit for one in found[:3]] == [True, True, False]
+    assert difference_line(found[0]) == (
+        "cold, prompt 0: token 0 is 4 here and 2 there, which the baseline finds likelier by 2.2 "
+        "(log-probability; its two best: 0.3); a prefix hit: 512 of 640 prompt tokens were cached"
+    )
+
+
+@pytest.mark.parametrize(
+    ("counts", "suspected"),
+    [
+        ((10, 0, 10, 0), False),
+        ((10, 5, 10, 5), False),
+        ((10, 5, 10, 4), True),
+        ((10, 1, 0, 0), True),
+        ((0, 0, 10, 9), False),
+    ],
+)
+def test_prefix_hits_are_suspected_when_more_of_them_are_wrong(counts: tuple[int, ...], suspected: bool) -> None:
+    made, wrong, others, wrong_others = counts
+    found = Hits(run="warm", hits=made, different_hits=wrong, others=others, different_others=wrong_others)
+    assert found.are_suspected == suspected
 
 
 # -- bisect --------------------------------------------------------------------------------------------------------

@@ -225,12 +225,17 @@ async def test_a_loss_is_told_from_a_weak_model(task: Task, right: Behaviour, op
         lenient = await gate(task, options(poor.url, baseline=good.url, warm=0, threshold=0.5))
         wins = await gate(task, options(good.url, baseline=poor.url, warm=0))
     assert [r.verdict for r in (loses, both, lenient, wins)] == ["fail", "fail", "fail", "pass"]
-    assert "loses against the baseline" in loses.reasons[-1]
+    assert "loses against the baseline" in loses.reasons[-2]
+    assert loses.reasons[-1] == (
+        "run 1 cold: 40 of 40 lost questions came after a prefix hit, first gsm-mini/0/0 "
+        "(25 of 100 prompt tokens were cached, token 1 is the first that differs)"
+    )
     assert "the model is weak" in both.reasons[-1]
-    assert "loses against the baseline" in lenient.reasons[-1]
+    assert "loses against the baseline" in lenient.reasons[-2]
     pairing = loses.pairings[0]
     assert (pairing.both, pairing.only_subject, pairing.only_baseline, pairing.neither) == (160, 0, 40, 0)
     assert pairing.p == pytest.approx(2 * 0.5**40)
+    assert (pairing.hits, pairing.differing_hits, pairing.lost_hits) == (200, 40, 40)
     one = pairing.differences[0]
     assert (one.first_token, one.first_character, one.cached_tokens) == (1, 1, 25)
     assert (one.subject_token, one.baseline_token) == (ord("1"), ord("I"))
