@@ -26,6 +26,8 @@ from node.resume import NOTHING, Resume, check_length, read_resume
 from node.rooms import read_rooms
 from node.sampling_fields import SamplingRequest, read_sampling
 
+_RANK_FIELDS = ("routed_dp_rank", "data_parallel_rank")  # SGLang's name and its older one
+
 MAX_SEQUENCES = 512
 MAX_TEXTS_BYTES = 4 * 1024 * 1024
 MAX_RID_CHARACTERS = 256
@@ -349,10 +351,11 @@ def _check_alternatives(submits: list[Submit]) -> None:
 
 def _read_dp_rank(raw: dict[str, Any], limits: ServingLimits) -> int | None:
     """The rank that the client chose. A prefill node's rank follows from the room, so there it is only checked."""
-    name = "routed_dp_rank" if raw.get("routed_dp_rank") is not None else "data_parallel_rank"
-    value = raw.get(name)
-    if value is None:
-        return None
     high = 2**31 - 1 if limits.role is Role.PREFILL else limits.num_ranks - 1
-    rank = int(read_number(name, value, NumberRule(integer=True, low=0, high=high)))
-    return None if limits.role is Role.PREFILL else rank
+    rule = NumberRule(integer=True, low=0, high=high)
+    given = {name: raw[name] for name in _RANK_FIELDS if raw.get(name) is not None}
+    ranks = {name: int(read_number(name, value, rule)) for name, value in given.items()}
+    if len(set(ranks.values())) > 1:
+        first, second = ranks.items()
+        raise RequestError(f"{second[0]}: {second[1]}, but {first[0]} is {first[1]}", param=second[0])
+    return None if limits.role is Role.PREFILL else next(iter(ranks.values()), None)

@@ -31,7 +31,8 @@ _LEAVES = frozenset({"draining", "shutting_down", "worker_removed", REFUSED, REF
 there."""
 _FULL = CapacityError.type
 _RANK_GONE = frozenset({"rank_died", "rank_silent"})
-_PARTNER_GONE = frozenset({"peer_lost", "peer_silent", "peer_unreachable"})
+_PEER_GONE = frozenset({"peer_lost", "peer_silent"})
+_UNREACHABLE = "peer_unreachable"
 _BETWEEN = frozenset({TransferError.type, ConfigError.type})
 """Types of errors between two workers; whoever says so may be innocent. So with the code of a handshake in vain."""
 _NO_HANDSHAKE = "bootstrap_timeout"
@@ -159,7 +160,7 @@ def guilty_leg(leg: Leg, outcome: LegOutcome) -> Leg | None:
     """Whose worker is to blame for how this leg ended; None: nobody's.
 
     A rank that has lost its peer accuses the peer. That of several ranks of a worker one is gone is nobody's fault: the
-    others serve on. A long silence of one that answers its health checks was a long answer. Where a hand-off failed
+    others serve on, and who talked to it may know before its front and this router do. A long silence of one that answers its health checks was a long answer. Where a hand-off failed
     and both live, it is the worker of the two that has gone longer without anything going well; the other one has been
     well with others since.
     """
@@ -171,7 +172,9 @@ def guilty_leg(leg: Leg, outcome: LegOutcome) -> Leg | None:
     partner = leg.partner
     if outcome.code in _RANK_GONE and len(leg.worker.targets) > 1:
         return None
-    if partner is not None and outcome.code in _PARTNER_GONE:
+    if partner is not None and outcome.code in _PEER_GONE and len(partner.worker.targets) > 1:
+        return None
+    if partner is not None and (outcome.code in _PEER_GONE or outcome.code == _UNREACHABLE):
         return partner if all(target.alive for target in partner.worker.targets) else None
     if partner is None or not (outcome.kind in _BETWEEN or outcome.code == _NO_HANDSHAKE):
         return leg

@@ -39,9 +39,9 @@ def read(body: dict[str, Any], role: Role = Role.UNIFIED, num_ranks: int = 1) ->
     return expand(parsed, token_ids, limits(role, num_ranks), arrival_s=1.0)
 
 
-def refusal(body: dict[str, Any], role: Role = Role.UNIFIED) -> RequestError:
+def refusal(body: dict[str, Any], role: Role = Role.UNIFIED, num_ranks: int = 1) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        read(body, role)
+        read(body, role, num_ranks)
     assert caught.value.http_status == 400
     return caught.value
 
@@ -253,6 +253,11 @@ def test_a_rank_can_be_chosen_where_ranks_are_chosen() -> None:
     assert read({"text": "a", "data_parallel_rank": 1}, Role.DECODE, num_ranks=2).dp_rank == 1
     assert read({"text": "a", "routed_dp_rank": 7, "bootstrap_room": 1}, Role.PREFILL).dp_rank is None
     assert "routed_dp_rank: 1" in refusal({"text": "a", "routed_dp_rank": 1}).message
+    both = {"text": "a", "routed_dp_rank": 1, "data_parallel_rank": 1}
+    assert read(both, Role.DECODE, num_ranks=2).dp_rank == 1
+    for value in (0, "x", 2, -1, True):
+        error = refusal({**both, "data_parallel_rank": value}, Role.DECODE, num_ranks=2)
+        assert error.param == "data_parallel_rank" and error.message.startswith("data_parallel_rank: ")
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -200,13 +200,24 @@ def test_one_of_several_ranks_is_not_the_worker(code: str) -> None:
     assert guilty_leg(leg, outcome(LegEnd.WORKER_ERROR, code)) is None
 
 
-def test_the_peer_of_a_dead_rank_accuses_nobody() -> None:
+@pytest.mark.parametrize("code", ["peer_lost", "peer_silent"])
+def test_the_peer_of_one_of_several_ranks_accuses_nobody(code: str) -> None:
+    """Also before anybody else knows that the rank is gone."""
+    leg: Any = FakeLeg()
+    leg.partner = FakeLeg(partner=leg)
+    leg.worker.targets = make_targets(leg.worker, 2)
+    assert guilty_leg(leg, outcome(LegEnd.WORKER_ERROR, code)) is leg.partner
+    leg.partner.worker.targets = make_targets(leg.partner.worker, 2)
+    assert guilty_leg(leg, outcome(LegEnd.WORKER_ERROR, code)) is None
+
+
+def test_a_node_of_which_no_rank_can_be_reached_is_accused_but_not_for_a_dead_one() -> None:
     leg: Any = FakeLeg()
     leg.partner = FakeLeg(partner=leg)
     leg.partner.worker.targets = make_targets(leg.partner.worker, 2)
-    assert guilty_leg(leg, outcome(LegEnd.WORKER_ERROR, "peer_lost")) is leg.partner
+    assert guilty_leg(leg, outcome(LegEnd.WORKER_ERROR, "peer_unreachable")) is leg.partner
     leg.partner.worker.targets[1].alive = False
-    assert guilty_leg(leg, outcome(LegEnd.WORKER_ERROR, "peer_lost")) is None
+    assert guilty_leg(leg, outcome(LegEnd.WORKER_ERROR, "peer_unreachable")) is None
 
 
 @pytest.mark.parametrize("code", ["no_capacity", "first_token_timeout"])
