@@ -160,9 +160,9 @@ def guilty_leg(leg: Leg, outcome: LegOutcome) -> Leg | None:
     """Whose worker is to blame for how this leg ended; None: nobody's.
 
     A rank that has lost its peer accuses the peer. That of several ranks of a worker one is gone is nobody's fault: the
-    others serve on, and who talked to it may know before its front and this router do. A long silence of one that answers its health checks was a long answer. Where a hand-off failed
-    and both live, it is the worker of the two that has gone longer without anything going well; the other one has been
-    well with others since.
+    others serve on, and who talked to it may know before its front and this router do. A long silence of one that
+    answers its health checks was a long answer. Where a hand-off failed and both live, it is the worker of the two that
+    has gone longer without anything going well; the other one has been well with others since.
     """
     is_failure = outcome.end in (LegEnd.WORKER_ERROR, LegEnd.LOST)
     if not is_failure or outcome.code in _LEAVES or outcome.kind == _FULL:
