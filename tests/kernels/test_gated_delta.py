@@ -364,4 +364,4 @@ def test_hard_values_of_the_real_shape_in_bfloat16(kind: str, device: torch.devi
     y = gated_delta_prefill(*inputs, pool, packed([64], [300], [3], device), key_heads=REAL[0], chunk=64)
     expected, after = reference(inputs, REAL[0], before[3], 0, 300)
     for found, wanted in ((y, expected), (pool[3], after)):
-        assert float((found.double() - wanted).norm()) <= 3e-2 * float(wanted.norm())
+        assert float((found.double() - wanted).norm()) <= 3e-2 * float(wanted.norm()) + 1e-12  # a state may die away
