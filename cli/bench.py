@@ -17,9 +17,11 @@ _HELPERS = ("results", "load", "fleet", "links", "gpu_handoff", "gpu_router")
 
 
 def scripts(folder: Path = BENCH_FOLDER) -> dict[str, Path]:
-    return {
-        path.stem: path for path in sorted(folder.glob("*.py")) if path.stem not in _HELPERS and path.stem[0] != "_"
-    }
+    """Raises ConfigError."""
+    found = sorted(folder.glob("*.py"))
+    if not found:
+        raise ConfigError(f"{folder}: no benchmarks here; they come with the sources, not with an installed package")
+    return {path.stem: path for path in found if path.stem not in _HELPERS and path.stem[0] != "_"}
 
 
 def list_scripts(folder: Path = BENCH_FOLDER) -> None:

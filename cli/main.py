@@ -16,6 +16,7 @@ import click
 from cli.compare import compare
 from cli.doctor.command import doctor
 from cli.gate.commands import gate
+from cli.installed import NODE_INSTALL, is_installed
 from cli.lifeline import die_with_parent, parent_pid_option
 from cli.numbers import POSITIVE_SECONDS
 from cli.router import PREFILL_USAGE, router
@@ -41,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         _fail(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(_INTERRUPTED)
+    except ModuleNotFoundError as error:
+        if is_installed(error.name or ""):
+            raise
+        _fail(f"{error.name} is not installed here, and this needs it: {NODE_INSTALL}", 2)
     sys.exit(0)
 
 

@@ -25,6 +25,7 @@ import httpx
 
 from accuracy import gsm_mini
 from cli.children import ChildPlan, Children
+from cli.installed import require_nodes
 from common.config import EngineConfig, ModelConfig, NodeConfig, Role, TransferConfig, TransportName, check_node_config
 from common.errors import ConfigError, WorkerError
 
@@ -73,6 +74,7 @@ class Options:
 
 def up(options: Options) -> int:
     """The exit status. Raises ConfigError for what cannot work, before anything is started."""
+    require_nodes("up")
     check_nodes(options)
     options = replace(options, port=free_port(options.host, options.port))
     return run(options, plan_children(options), Children(say))

@@ -15,8 +15,8 @@ from pathlib import Path
 
 NODES_ONLY = frozenset(
     {
-        *("aiohttp", "httpx", "jinja2", "llguidance", "numpy", "psutil"),
-        *("pyzmq", "rich", "safetensors", "tokenizers", "torch"),
+        *("aiohttp", "jinja2", "llguidance", "numpy"),
+        *("pyzmq", "safetensors", "tokenizers", "torch"),
     }
 )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cli.doctor.addresses import is_far
 from cli.doctor.checks import Check, not_applicable, ok, refused, warning
+from cli.doctor.listeners import ANYWHERE, is_far
 from common.config import RouterConfig, ServerConfig
 from common.errors import ConfigError
 from common.keys import Key, KeyRing
@@ -15,7 +15,7 @@ from common.tls import TlsConfig, server_context
 def check_access(config: ServerConfig | RouterConfig, more_keys: Sequence[Key] = ()) -> Iterator[Check]:
     """more_keys: those that came without a file."""
     tls = TlsConfig(certfile=config.ssl_certfile, keyfile=config.ssl_keyfile, ca_certs=config.ssl_ca_certs)
-    is_open_to_others = is_far(config.host) or config.host in ("0.0.0.0", "::", "")
+    is_open_to_others = is_far(config.host) or config.host in ANYWHERE
     try:
         keys = KeyRing(config.api_key_file, more_keys)
     except ConfigError as reason:

@@ -91,17 +91,17 @@ def doctor(
 
     Takes the options of --role too. Exits 1 when a line is an error, 2 when an option is wrong.
     """
-    from cli.doctor import run
-
     if role == _ROUTER or role == Role.UNIFIED.value:
         for name, given in (("--peer", peer), ("--serve", serve)):
             if given is not None:
                 raise click.UsageError(f"{name}: only with --role prefill or decode")
     if role == _ROUTER:
+        from cli.doctor import run_router
+
         _report(
             role,
             as_json,
-            run.router_checks(_router_settings(values), given_keys(values["api_key"], values["admin_api_key"])),
+            run_router.router_checks(_router_settings(values), given_keys(values["api_key"], values["admin_api_key"])),
         )
     if values["engine"] != "native":
         raise ConfigError(
@@ -110,6 +110,8 @@ def doctor(
     config = checked_options(node_config(Role(role), values))
     if serve is not None:
         _serve(config, serve)
+    from cli.doctor import run
+
     _report(role, as_json, run.node_checks(config, quick=quick, peer=peer))
 
 

@@ -1,15 +1,14 @@
-"""All checks of a node or a router, in the order in which they are shown."""
+"""All checks of a node, in the order in which they are shown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from cli.doctor import access, addresses, machine, model, servers, transport, versions
+from cli.doctor import access, addresses, listeners, machine, model, servers, transport, versions
 from cli.doctor.checks import Check, not_applicable, ok, refused
 from cli.doctor.rdma import check_rdma
-from common.config import NodeConfig, Role, RouterConfig
+from common.config import NodeConfig, Role
 from common.errors import ConfigError, ServingError
-from common.keys import Key
 
 
 def node_checks(config: NodeConfig, *, quick: bool, peer: tuple[str, int] | None) -> Iterator[Check]:
@@ -26,7 +25,7 @@ def node_checks(config: NodeConfig, *, quick: bool, peer: tuple[str, int] | None
     yield machine.check_temporary_folder()
     yield machine.check_open_files()
     yield from _engine_checks(config, on_card)
-    yield from addresses.check_listeners(addresses.node_listeners(config))
+    yield from listeners.check_listeners(listeners.node_listeners(config))
     yield from access.check_access(config.server)
     if config.role is not Role.UNIFIED:
         yield from addresses.check_addresses(config, None if peer is None else peer[0])
@@ -76,19 +75,3 @@ def _router_checks(config: NodeConfig) -> Iterator[Check]:
     fingerprint = model.own_fingerprint(config)
     for url in dict.fromkeys(url.rstrip("/") for url in config.server.routers):
         yield from servers.check_router(url, asker, fingerprint)
-
-
-def router_checks(config: RouterConfig, keys: Sequence[Key]) -> Iterator[Check]:
-    """keys: those that came without a file."""
-    yield versions.check_python()
-    yield versions.check_tandem()
-    yield machine.check_cores(None)
-    yield machine.check_memory()
-    yield machine.check_temporary_folder()
-    yield machine.check_open_files()
-    yield from addresses.check_listeners(addresses.router_listeners(config))
-    yield from access.check_access(config, keys)
-    try:
-        yield from servers.check_workers(config)
-    except ConfigError as reason:
-        yield refused("workers", reason, "correct the file that is named")

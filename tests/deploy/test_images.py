@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,13 @@ for name in sys.argv[1].split(","):
     sys.modules[name] = None  # importing it fails
 import cli.main, cli.router, cli.router_processes, router.app, common.tracing, common.logs
 """
+RUN_WITHOUT = """
+import sys
+for name in sys.argv[1].split(","):
+    sys.modules[name] = None
+from cli.main import main
+main(sys.argv[2:])
+"""
 
 
 def requirements(*arguments: str) -> list[Requirement]:
@@ -37,13 +46,45 @@ def pins(*files: Path) -> dict[str, str]:
     return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
 
 
+def left_out() -> str:
+    """Modules that the router's image does not have, with commas between them."""
+    found = names("cpu,otel") - names("otel", "--router")
+    assert {"torch", "tokenizers", "numpy"} <= found
+    modules = {"pyzmq": "zmq", "mooncake-transfer-engine-non-cuda": "mooncake"}
+    return ",".join(sorted(modules.get(each, each) for each in found))
+
+
+def without(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, left_out(), *arguments]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
+
+
 def test_the_router_needs_nothing_that_its_image_leaves_out() -> None:
-    left_out = names("cpu,otel") - names("otel", "--router")
-    assert {"torch", "tokenizers", "numpy"} <= left_out
-    modules = [{"pyzmq": "zmq", "mooncake-transfer-engine-non-cuda": "mooncake"}.get(each, each) for each in left_out]
-    command = [sys.executable, "-c", IMPORT_WITHOUT, ",".join(modules)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
+    done = without(IMPORT_WITHOUT)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_routers_doctor_works_in_its_image() -> None:
+    workers = ("--prefill", "http://127.0.0.1:1", "8998", "--decode", "http://127.0.0.1:2")
+    done = without(RUN_WITHOUT, "doctor", "--role", "router", "--port", "0", "--json", *workers)
+    assert (done.returncode, done.stderr) == (1, "")
+    checks = {check["name"]: check["status"] for check in json.loads(done.stdout)["checks"]}
+    assert {name for name, status in checks.items() if status == "error"} == {
+        "worker.prefill.127.0.0.1:1",
+        "worker.decode.127.0.0.1:2",
+    }
+    assert {"python", "memory", "port.http", "api_keys", "tls"} <= set(checks)
+    assert without(RUN_WITHOUT, "doctor", "--role", "router", "--port", "0").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["doctor", "up --once", "prefill", "decode", "unified", "chaos", "gate gsm-mini --url http://127.0.0.1:1"],
+)
+def test_what_is_not_in_the_routers_image_says_so_in_one_line(command: str) -> None:
+    done = without(RUN_WITHOUT, *command.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"tandem: error: .* is not installed here.*\n", done.stderr)
 
 
 @pytest.mark.parametrize(
