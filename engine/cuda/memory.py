@@ -8,7 +8,15 @@ import math
 import torch
 
 from common.errors import ConfigError
-from engine.model_config import HybridConfig, MoeConfig
+from engine.model_config import (
+    Activation,
+    AttentionConfig,
+    HybridConfig,
+    LayerKind,
+    Mamba2Config,
+    MoeConfig,
+    Recurrence,
+)
 from engine.weights import expected_shapes, keep_float32
 
 _CONTEXT_BYTES = 1 << 30  # libraries, their workspaces, captured graphs, and what the allocator cannot use
@@ -53,25 +61,64 @@ def plan_memory(
         ),
         pages=num_pages * page_size * len(config.kv_layers) * kv,
         slots=num_slots * len(config.state_layers) * (conv + ssm),
-        step=step_tokens * _token_values(config) * size + logit_rows * config.vocab_size * (size + 8),
+        step=int(step_tokens * _token_values(config, size) * size) + logit_rows * config.vocab_size * (size + 8),
         other=_CONTEXT_BYTES,
     )
 
 
-def _token_values(config: HybridConfig) -> int:
-    """Values of one token that are alive at a time in the layer that needs most, with the hidden state and its norm."""
-    recurrence, attention, mlp, moe = config.recurrence, config.attention, config.mlp, config.moe
-    query = attention.heads * attention.head_dim
-    qkv = query + 2 * attention.kv_heads * attention.head_dim
-    recurrent = 3 * recurrence.d_inner + 2 * recurrence.conv_dim + recurrence.state_shape[0]
-    wide = 0 if mlp is None else mlp.intermediate_size
-    routed = 0 if moe is None else _routed_values(moe, config.hidden_size)
-    return 2 * config.hidden_size + max(recurrent, qkv + query, wide, routed)
+def _token_values(config: HybridConfig, size: int) -> float:
+    """Values of `size` bytes of one token that are alive at a time in the layer that needs most, with the hidden state
+    and its norm."""
+    return 2 * config.hidden_size + max(_layer_values(config, kind, size) for kind in set(config.layers))
 
 
-def _routed_values(moe: MoeConfig, hidden: int) -> int:
-    """Each of a token's experts gets its own copy of the token, and gives one back; gate, up and their product between."""
-    return moe.experts_per_token * (2 * (moe.latent_size or hidden) + 3 * moe.intermediate_size)
+def _layer_values(config: HybridConfig, kind: LayerKind, size: int) -> float:
+    match kind:
+        case LayerKind.MAMBA | LayerKind.GATED_DELTA:
+            return _recurrent_values(config.recurrence, size)
+        case LayerKind.ATTENTION:
+            return _attention_values(config.attention)
+        case LayerKind.PARALLEL:
+            return _recurrent_values(config.recurrence, size) + _attention_values(config.attention)
+        case LayerKind.MLP:
+            assert config.mlp is not None
+            return _mlp_values(config.mlp.intermediate_size, config.mlp.activation)
+        case LayerKind.MOE:
+            assert config.moe is not None
+            return _moe_values(config.moe, config.hidden_size, size)
+
+
+def _recurrent_values(recurrence: Recurrence, size: int) -> float:
+    """The projection, the convolution's output, the recurrence's and the gated one."""
+    values = 3 * recurrence.d_inner + 2 * recurrence.conv_dim + recurrence.state_shape[0]
+    if isinstance(recurrence, Mamba2Config):
+        return values
+    heads, key_dim, value_dim = recurrence.state_shape
+    prepared = (
+        heads * (key_dim + value_dim + min(64, recurrence.chunk_size)) + 3 * heads * 4 / size
+    )  # see `engine.kernels.gated_delta`
+    return values + heads + prepared
+
+
+def _attention_values(config: AttentionConfig) -> float:
+    """The projection, the queries normed or turned, and the output."""
+    query = config.heads * config.head_dim
+    extra = (config.output_gate + (config.qk_norm or config.rotary_dim > 0)) * query
+    return 2 * query + 2 * config.kv_heads * config.head_dim + extra
+
+
+def _mlp_values(inner: int, activation: Activation) -> float:
+    return 3 * inner if activation is Activation.GATED_SILU else inner
+
+
+def _moe_values(config: MoeConfig, hidden: int, size: int) -> float:
+    """The router's: what it reads in float32, logits, scores, their order (int64). The routed experts' own copies of
+    the token, what each makes of it, with gate, up and their product between; their sum in float32. The shared one's.
+    """
+    routing = (hidden + config.experts * 5) * 4 / size
+    width = config.latent_size or hidden
+    routed = config.experts_per_token * (2 * width + 3 * config.intermediate_size) + width * (1 + 4 / size)
+    return width + max(routing, routed, _mlp_values(config.shared_size, config.activation))
 
 
 def check_memory(plan: MemoryPlan, free_bytes: int) -> None:
