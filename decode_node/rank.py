@@ -27,6 +27,7 @@ from node.accounting import Rooms, RoomView
 from node.engine_host import EngineHost, finish_local, local_timing, room_in_use
 from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
+from node.registration import peer_name
 from node.transport_memory import pool_allocator
 from transfer.events import Committed, Released, RoomFailed
 from transfer.messages import TrackState
@@ -70,7 +71,7 @@ class DecodeRole:
             transport=transport,
             config=config.transfer,
             wake=waker,
-            node_id=f"{config.server.host}:{config.server.port}/{rank}",
+            node_id=peer_name(config, rank),
         )
         self.local_prefill_max_tokens = config.engine.local_prefill_max_tokens
         self.reserving: deque[DecodeRoom] = deque()

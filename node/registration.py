@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import platform
 import ssl
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
-from common.config import Role, ServerConfig
+from common.config import NodeConfig, Role, ServerConfig
 from common.errors import ConfigError
 from common.json_body import BAD_JSON
 from common.keys import admin_key
+from common.net import is_loopback
 from common.tls import client_context
 from common.urls import url_host, url_of
 
@@ -97,6 +100,17 @@ def advertised_url(server: ServerConfig, port: int) -> str:
     """port: the one really bound."""
     scheme = "http" if server.ssl_certfile is None else "https"
     return server.advertise_url or url_of(scheme, server.host, port)
+
+
+def peer_name(config: NodeConfig, rank: int) -> str:
+    """What a rank is called towards peers, in logs and in /server_info: where its node is, and its number. A node that
+    listens at all addresses is where routers or peers are told that it is, or else bears its host's name."""
+    server, transfer_host = config.server, config.transfer.host
+    if server.advertise_url is not None:
+        return f"{urlsplit(server.advertise_url).netloc}/{rank}"
+    told = (server.host, transfer_host, platform.node() if server.host in _ANYWHERE else server.host)
+    host = next((host for host in told if host not in _ANYWHERE and not is_loopback(host)), told[-1] or transfer_host)
+    return f"{urlsplit(url_of('http', host, server.port)).netloc}/{rank}"
 
 
 @dataclass(kw_only=True)

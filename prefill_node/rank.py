@@ -28,6 +28,7 @@ from node.accounting import Rooms, RoomView
 from node.engine_host import EngineHost, room_in_use
 from node.messages import Abort, FromRank, Query, Ready, Submit, Timing
 from node.rank import Waker, run_rank
+from node.registration import peer_name
 from node.transport_memory import pool_allocator
 from transfer.events import Released, RoomDeclined, RoomFailed, RoomOpened, Sent
 from transfer.posting import Piece
@@ -63,7 +64,7 @@ class PrefillRole:
             transport=transport,
             config=config.transfer,
             wake=waker,
-            node_id=f"{config.server.host}:{config.server.port}/{rank}",
+            node_id=peer_name(config, rank),
         )
         self.rooms: dict[int, PrefillRoom] = {}
         self.room_of: dict[Sequence, PrefillRoom] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import signal
 import threading
 import time
@@ -17,9 +18,9 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import pytest
 
-from common.config import NodeConfig, Role, ServerConfig
+from common.config import ModelConfig, NodeConfig, Role, ServerConfig, TransferConfig
 from common.errors import ConfigError, RequestError
-from node.registration import Registrar, Registration, advertised_url, check_registration
+from node.registration import Registrar, Registration, advertised_url, check_registration, peer_name
 from node.role import check_role, command_as, read_role
 from tests.node.conftest import FakeNode, fake_node, node_config, wait_for
 from tests.support.stack import free_port
@@ -293,3 +294,25 @@ def test_a_bootstrap_port_that_is_taken(model_path: str, tmp_path: Path) -> None
         assert (answer.status_code, error["param"]) == (409, "bootstrap_port")
         assert f"--bootstrap-port {config.server.bootstrap_port}: already in use" in error["message"]
         assert node.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "transfer_host", "advertised", "name"),
+    [
+        ("127.0.0.1", "127.0.0.1", None, "127.0.0.1:30001/1"),
+        ("10.0.0.2", "10.0.1.2", None, "10.0.0.2:30001/1"),
+        ("0.0.0.0", "decode-2", None, "decode-2:30001/1"),
+        ("127.0.0.1", "decode-2", None, "decode-2:30001/1"),
+        ("::", "fd00::2", None, "[fd00::2]:30001/1"),
+        ("0.0.0.0", "127.0.0.1", None, f"{platform.node()}:30001/1"),
+        ("0.0.0.0", "decode-2", "http://10.0.0.7:31000", "10.0.0.7:31000/1"),
+    ],
+)
+def test_a_rank_is_called_by_where_it_is(host: str, transfer_host: str, advertised: str | None, name: str) -> None:
+    config = NodeConfig(
+        role=Role.DECODE,
+        model=ModelConfig(path="m"),
+        server=ServerConfig(host=host, port=30001, advertise_url=advertised),
+        transfer=TransferConfig(host=transfer_host),
+    )
+    assert peer_name(config, 1) == name
