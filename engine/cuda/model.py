@@ -29,24 +29,25 @@ from engine.pools import StatePools
 
 
 class CudaModel:
-    """weights: the engine's names, see `load_weights`. few_rows: see `Linear`."""
+    """weights: the engine's names, see `load_weights`; emptied, so that what is fused is not in memory twice for longer
+    than a layer takes. few_rows: see `Linear`."""
 
     def __init__(
         self,
         config: HybridConfig,
-        weights: Mapping[str, Tensor],
+        weights: dict[str, Tensor],
         pools: StatePools,
         *,
         few_rows: int,
     ) -> None:
         self.config, self.pools = config, pools
-        self.embeddings = weights["embeddings.weight"]  # [V, D]
         self._make = _linears(config, weights, few_rows)
-        self.head = self._make(weights["lm_head.weight"], None, weights["norm_f.weight"])
+        self.embeddings = weights.pop("embeddings.weight")  # [V, D]
+        self.head = self._make(weights.pop("lm_head.weight"), None, weights.pop("norm_f.weight"))
         attention, device = config.attention, self.embeddings.device
         rotary = Rotary(attention.rotary_dim, attention.rope_theta, device) if attention.rotary_dim else None
         self._frequencies = None if rotary is None else rotary.frequencies
-        self.mixers = [self._mixer(within(weights, f"layers.{i}."), i) for i in range(len(config.layers))]
+        self.mixers = [self._mixer(_take(weights, f"layers.{i}."), i) for i in range(len(config.layers))]
 
     @property
     def can_be_captured(self) -> bool:
@@ -105,6 +106,14 @@ class CudaModel:
         """The layer's conv and recurrent states of all slots."""
         index = self.pools.state_layers.index(layer)
         return self.pools.conv[:, index], self.pools.ssm[:, index]
+
+
+def _take(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """`within`, and they are no longer in weights."""
+    taken = within(weights, prefix)
+    for name in taken:
+        del weights[prefix + name]
+    return taken
 
 
 def _linears(config: HybridConfig, weights: Mapping[str, Tensor], few_rows: int) -> MakeLinear:

@@ -6,7 +6,7 @@ the memory for the next rows must have been sent. Twin: `engine.runner.ModelRunn
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class CudaRunner:
     def __init__(
         self,
         config: HybridConfig,
-        weights: Mapping[str, Tensor],
+        weights: dict[str, Tensor],
         pools: StatePools,
         *,
         max_rows: int,
@@ -37,7 +37,8 @@ class CudaRunner:
         use_graphs: bool,
         few_rows: int | None = None,
     ) -> None:
-        """max_rows, max_tokens: of a step. max_pages: of a row. few_rows None: what suits the dtype, see `Linear`."""
+        """weights: emptied, see `CudaModel`. max_rows, max_tokens: of a step. max_pages: of a row. few_rows None: what
+        suits the dtype, see `Linear`."""
         self.config, self.pools = config, pools
         self._device = pools.ssm.device
         if few_rows is None:

@@ -18,6 +18,7 @@ from engine.kernels.rows import PackedRows
 
 _KEYS = 64
 _QUERIES = 128
+_QUERY_BYTES = 65536  # of a program's queries in shared memory, beside keys and values
 _TOKENS = 16
 
 
@@ -149,7 +150,8 @@ def attend_prefill(query: Tensor, kv: Tensor, rows: PackedRows, *, scale: float,
     _, pages, page_size, heads, dim = kv.shape
     query_heads = query.shape[1] // dim
     out = torch.empty(query.shape[0], query_heads, dim, dtype=query.dtype, device=query.device)
-    queries = min(_QUERIES, padded(rows.longest, MIN_DOT))
+    fitting = _QUERY_BYTES // (padded(dim, MIN_DOT) * query.element_size())
+    queries = min(_QUERIES, padded(rows.longest, MIN_DOT), max(MIN_DOT, fitting))
     _attend_rows[(triton.cdiv(rows.longest, queries), query_heads, rows.count)](
         query,
         query.stride(0),

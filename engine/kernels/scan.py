@@ -1,9 +1,10 @@
 """The Mamba2 recurrence over packed sequences, state in and out of slots. Twin: `engine.ops.ssd.ssd_prefill`.
 
 Legend: R rows, T packed tokens, H heads, P head dim, G groups, N state, L tokens in a cell.
-One program runs one head of one row from its first token to its last and keeps the state h [P, N] in registers. It goes
-by cells of the row's own grid of positions 0, L, 2 L, ..., so a token's cell does not depend on what else is in the
-batch, and a position to be kept, a multiple of the model's chunk and so of L, is always the end of a cell.
+One program runs one head of one row from its first token to its last and keeps the state h [P, N] in registers, or a
+part of it along P, whose elements do not depend on each other, where it is larger than they are. It goes by cells of
+the row's own grid of positions 0, L, 2 L, ..., so a token's cell does not depend on what else is in the batch, and a
+position to be kept, a multiple of the model's chunk and so of L, is always the end of a cell.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from engine.kernels.common import MIN_DOT, dot, padded
 from engine.kernels.rows import PackedRows
 
 _LARGEST_CELL = 64
+_LARGEST_STATE = 16384  # values in a program's registers
 
 
 def scan_prefill(
@@ -43,7 +45,9 @@ def scan_prefill(
     heads, dim, size = pool.shape[1:]
     y = torch.empty(xbc.shape[0], heads * dim, dtype=xbc.dtype, device=xbc.device)
     cell = math.gcd(chunk, _LARGEST_CELL)
-    _scan[(heads, rows.count)](
+    states = padded(size, MIN_DOT)
+    dims = min(padded(dim, MIN_DOT), max(MIN_DOT, _LARGEST_STATE // states))
+    _scan[(heads, rows.count, triton.cdiv(dim, dims))](
         xbc,
         xbc.stride(0),
         dt,
@@ -66,8 +70,8 @@ def scan_prefill(
         groups,
         CELL=cell,
         TOKENS=padded(cell, MIN_DOT),
-        DIM=padded(dim, MIN_DOT),
-        SIZE=padded(size, MIN_DOT),
+        DIM=dims,
+        SIZE=states,
         num_warps=8,
         num_stages=2,
     )
@@ -115,7 +119,7 @@ def _scan(
     count = (tl.load(begins + row + 1) - begin).to(tl.int32)
     start = tl.load(starts + row)
     track, boundary = tl.load(track_slots + row), tl.load(track_offsets + row)
-    p, n, place = tl.arange(0, DIM), tl.arange(0, SIZE), tl.arange(0, TOKENS)
+    p, n, place = tl.program_id(2) * DIM + tl.arange(0, DIM), tl.arange(0, SIZE), tl.arange(0, TOKENS)
     cells = head * dim * size + p[:, None] * size + n[None, :]
     inside = (p < dim)[:, None] & (n < size)[None, :]
     slot = pool + tl.load(slots + row).to(tl.int64) * pool_stride

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -222,6 +223,50 @@ def test_decode_goes_on_with_what_its_slot_sampled(device: torch.device) -> None
         [Row([LAST_TOKEN], 7, TABLES[0], 5, 1, None)],
         [Row([42], 7, TABLES[0], 5, 1, None)],
     )
+
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+LAYERS = {
+    "decode": [
+        "_embed",
+        *("_project", "_conv_step", "_scan_step", "_gated_rms_norm", "_project"),
+        *("_project", "_write_kv", "_attend_part", "_combine_parts", "_project"),
+        *("_project", "_project"),
+        "_project",
+    ],
+    "prefill": [
+        "_embed",
+        *("_rms_norm", "_conv", "_save_windows", "_scan", "_gated_rms_norm"),
+        *("_rms_norm", "_write_kv", "_attend_rows"),
+        *("_rms_norm", "_square_relu"),
+        "_project",
+    ],
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter is what is watched")
+def test_a_model_pays_for_nothing_that_other_families_have(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launches of NemotronH, kernel by kernel."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    pair, launched = Pair("plain", device, few_rows=2), list[str]()
+    launch = InterpretedFunction.__getitem__
+
+    def watched(kernel: InterpretedFunction, grid: object) -> object:
+        launched.append(kernel.fn.__name__)
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", watched)
+    for kind, row in (
+        ("prefill", Row(tokens(5, 1), 0, TABLES[0], 5, 1, None)),
+        ("decode", Row([3], 5, TABLES[0], 5, 1, None)),
+    ):
+        launched.clear()
+        pair.runner.forward([row])
+        assert launched[: len(LAYERS[kind])] == LAYERS[kind]
+        assert launched[len(LAYERS[kind]) :] == ["_keep_tokens"]
 
 
 def test_layers_are_told_of_in_order(device: torch.device) -> None:

@@ -302,7 +302,7 @@ def test_one_layer_at_full_width_against_float64(kind: LayerKind, dtype: torch.d
         revision="",
         allocate=None,
     )
-    runner = CudaRunner(config, weights, pools, max_rows=4, max_tokens=512, max_pages=32, use_graphs=True)
+    runner = CudaRunner(config, dict(weights), pools, max_rows=4, max_tokens=512, max_pages=32, use_graphs=True)
     prompts = [torch.randint(0, 512, (n,)).tolist() for n in (300, 129)]
     more = [torch.randint(0, 512, (2,)).tolist() for _ in prompts]
     tables = [list(range(1, 25)), list(range(30, 50))]

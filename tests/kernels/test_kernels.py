@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from engine.kernels.attention import attend_decode, attend_prefill, write_kv
+from engine.kernels import scan
+from engine.kernels.attention import attend_decode, attend_prefill, prepare_attention, write_kv
 from engine.kernels.conv import conv_prefill
 from engine.kernels.linear import Tiling, Workspace, project
-from engine.kernels.norm import gated_rms_norm, rms_norm, square_relu_
+from engine.kernels.norm import gated_rms_norm, gated_silu, rms_norm, square_relu_
 from engine.kernels.rows import PackedRows
 from engine.kernels.scan import scan_prefill
 from engine.kernels.step import conv_step, scan_step
@@ -24,6 +25,7 @@ from engine.ops.attention import attention_ref
 from engine.ops.conv import conv_ref
 from engine.ops.linear import projection_ref
 from engine.ops.norm import gated_rms_norm_ref, rms_norm_ref
+from engine.ops.rotary import Rotary, rotary_ref
 from engine.ops.ssd import ssd_sequential_ref
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -89,6 +91,9 @@ def test_norms(dtype: torch.dtype, device: torch.device) -> None:
     gate, weight = wide[:, 7:31], weight.to(device)
     close(rms_norm(x, weight, 1e-5), rms_norm_ref(x, weight, 1e-5), TOLERANCE[dtype])
     close(gated_rms_norm(x, gate, weight, 3, 1e-5), gated_rms_norm_ref(x, gate, weight, 3, 1e-5), TOLERANCE[dtype])
+    found = gated_rms_norm(x, gate, weight, 3, 1e-5, norm_first=True)
+    close(found, gated_rms_norm_ref(x, gate, weight, 3, 1e-5, norm_first=True), TOLERANCE[dtype])
+    close(gated_silu(gate, wide[:, 30:54]), F.silu(gate.double()) * wide[:, 30:54].double(), TOLERANCE[dtype])
     expected = torch.relu(x).square()
     assert square_relu_(x) is x
     close(x, expected, TOLERANCE[dtype])
@@ -225,6 +230,18 @@ def test_scan_prefill(
     assert torch.equal(pool[untouched], before[untouched])
 
 
+def test_a_large_state_is_shared_by_several_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    xbc, dt, bias, a, d = scan_inputs(device, 40, 2, 40, 1, 16)
+    pools = [strided_pool(device, 2, 40, 16)]
+    pools.append(pools[0].clone())
+    rows, found = packed([16], [40], [3], device, tracks={0: (5, 16)}), []
+    for pool, largest in zip(pools, (16384, 256), strict=True):
+        monkeypatch.setattr(scan, "_LARGEST_STATE", largest)
+        found.append(scan_prefill(xbc, dt, bias, (0.0, 1.0), a, d, pool, rows, groups=1, chunk=CELL))
+    close(found[1], found[0], 1e-6)
+    close(pools[1], pools[0], 1e-6)
+
+
 @pytest.mark.parametrize("chunk", [4, 24, 64, 256])
 def test_any_chunk_can_end_where_a_state_is_kept(chunk: int, device: torch.device) -> None:
     heads, dim, groups, size, length = 2, 4, 1, 8, 2 * chunk + 3
@@ -306,6 +323,49 @@ def test_keys_and_values_are_written_where_they_belong(page_size: int, device: t
     assert_close(kv, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("rotary_dim", "theta"), [(0, 0.0), (4, 1e7), (10, 1e4)])
+@pytest.mark.parametrize(("page_size", "dtype"), [(4, torch.float32), (16, torch.bfloat16)])
+def test_queries_and_keys_are_normed_and_turned(
+    normed: bool, rotary_dim: int, theta: float, page_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Rows of more and of fewer tokens than a program takes, on far positions; pages as `write_kv` leaves them."""
+    query_heads, heads, dim = 4, 2, 10
+    pieces, total = [(0, 19), (150, 1), (7, 9), (-1, 1), (page_size, 1)], 31
+    positions = torch.cat([torch.arange(start, start + n) for start, n in pieces])
+    counts = [-(-(start + n) // page_size) for start, n in pieces]
+    ids = iter(np.random.default_rng(0).permutation(np.arange(1, sum(counts) + 1)).tolist())
+    tables = [list(itertools.islice(ids, count)) for count in counts]
+    wide = randn(device, total, (query_heads + 2 * heads) * dim + 7, dtype=dtype)
+    norms = torch.rand(2, dim, device=device) + 0.5 if normed else None
+    frequencies = Rotary(rotary_dim, theta, device).frequencies if rotary_dim else None
+    kv = torch.full((2, sum(counts) + 1, page_size, heads, dim), NAN, device=device, dtype=dtype)
+    twin, before = kv.clone(), wide.clone()
+    rows = packed([s for s, _ in pieces], [n for _, n in pieces], [1, 2, 3, 0, 4], device, tables=tables)
+    found = prepare_attention(wide, kv, rows, heads=query_heads, norms=norms, eps=1e-5, frequencies=frequencies)
+    query, key, value = wide[:, :-7].view(total, -1, dim).split([query_heads, heads, heads], dim=1)
+    expected = []
+    for part, norm in zip((query, key), (None, None) if norms is None else norms, strict=True):
+        part = part if norm is None else rms_norm_ref(part, norm, 1e-5).to(dtype)
+        expected.append(rotary_ref(part.cpu(), positions, rotary_dim, theta).to(dtype).to(device))
+    write_kv(twin, torch.cat((expected[1], value), dim=1).flatten(1), rows)
+    known = positions >= 0
+    close(found[known], expected[0].flatten(1)[known], TOLERANCE[dtype])
+    assert torch.equal(kv.isnan(), twin.isnan()) and torch.equal(kv[1].nan_to_num(), twin[1].nan_to_num())
+    close(kv[0].nan_to_num(), twin[0].nan_to_num(), TOLERANCE[dtype])
+    assert torch.equal(wide, before)
+
+
+def test_far_positions_are_turned_exactly(device: torch.device) -> None:
+    kv, wide = torch.zeros(2, 2, 1, 1, 16, device=device), randn(device, 1, 48)
+    rotary = Rotary(16, 1e4, device)
+    for position in (8191, 131071, 262143):
+        rows = packed([position], [1], [1], device, tables=[[1] * (position + 1)])
+        found = prepare_attention(wide, kv, rows, heads=1, norms=None, eps=1e-5, frequencies=rotary.frequencies)
+        expected = rotary_ref(wide[:, :16].view(1, 1, 16).cpu(), torch.tensor([position]), 16, 1e4)
+        assert_close(found.cpu().double(), expected.flatten(1), rtol=1e-6, atol=1e-6)
+
+
 def paged(device: torch.device, lengths: Sequence[int], heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     page_size = 4
     counts = [-(-n // page_size) for n in lengths]
@@ -331,10 +391,13 @@ def test_attend_decode(
     query = randn(device, len(lengths) + 1, query_heads * dim + 3, dtype=dtype)[:, : query_heads * dim]
     starts = [*(n - 1 for n in lengths), -1]
     rows = packed(starts, [1] * len(starts), [1, 2, 3, 4, 5, 0], device, tables=[*tables, [0]])
-    out = attend_decode(query, kv, rows, scale=dim**-0.5, splits=splits)
-    for row, table in enumerate(tables):
-        expected = attention_ref(query[row].view(1, query_heads, dim), kv, table, lengths[row] - 1, dim**-0.5)
-        close(out[row], expected[0], TOLERANCE[dtype])
+    gate = randn(device, len(starts), query_heads * dim + 9, dtype=dtype)[:, 4 : 4 + query_heads * dim]
+    for scale, opened in ((dim**-0.5, None), (0.7, gate)):
+        out = attend_decode(query, kv, rows, scale=scale, splits=splits, gate=opened)
+        for row, table in enumerate(tables):
+            expected = attention_ref(query[row].view(1, query_heads, dim), kv, table, lengths[row] - 1, scale)[0]
+            factor = 1 if opened is None else opened[row].double().sigmoid().view(query_heads, dim)
+            close(out[row], expected * factor, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
@@ -345,11 +408,14 @@ def test_attend_prefill(query_heads: int, heads: int, dim: int, dtype: torch.dty
     kv, tables = paged(device, [start + n for start, n in pieces], heads, dim, dtype)
     query = randn(device, 108, query_heads * dim + 3, dtype=dtype)[:, : query_heads * dim]
     rows = packed([s for s, _ in pieces], [n for _, n in pieces], [1, 2, 3, 4], device, tables=tables)
-    out = attend_prefill(query, kv, rows, scale=dim**-0.5)
-    parts = zip(query.split([n for _, n in pieces]), out.split([n for _, n in pieces]), pieces, tables, strict=True)
-    for part, found, (start, _), table in parts:
-        expected = attention_ref(part.view(-1, query_heads, dim), kv, table, start, dim**-0.5)
-        close(found, expected, TOLERANCE[dtype])
+    gate = randn(device, 108, query_heads * dim + 9, dtype=dtype)[:, 4 : 4 + query_heads * dim]
+    for scale, opened in ((dim**-0.5, None), (0.7, gate)):
+        out = attend_prefill(query, kv, rows, scale=scale, gate=opened)
+        factors = torch.ones_like(gate) if opened is None else opened.double().sigmoid()
+        parts = (value.split([n for _, n in pieces]) for value in (query, out, factors))
+        for part, found, factor, (start, _), table in zip(*parts, pieces, tables, strict=True):
+            expected = attention_ref(part.view(-1, query_heads, dim), kv, table, start, scale)
+            close(found, expected * factor.view(expected.shape), TOLERANCE[dtype])
 
 
 # --- tokens and slots -------------------------------------------------------------------------------------------------
@@ -360,6 +426,7 @@ def test_tokens_come_from_the_host_or_from_the_slot(device: torch.device) -> Non
     last = torch.tensor([9, 9, 7, 4], dtype=torch.int32, device=device)
     ids = torch.tensor([-1, 5, 0, 10, 2], dtype=torch.int32, device=device)
     assert torch.equal(embed(ids, last, rows, table), table[[4, 5, 0, 10, 2]])
+    assert torch.equal(embed(ids, last, rows, table, multiplier=3.0), table[[4, 5, 0, 10, 2]] * 3)
     best, tokens = torch.tensor([0.5, NAN, 2.0], device=device), torch.tensor([1, 8, 70000], device=device)
     report = keep_tokens(best, tokens, rows.slots, last)
     assert last.tolist() == [9, 9, 8, 1]

@@ -7,14 +7,15 @@ import torch
 
 from common.errors import ConfigError
 from engine.cuda.memory import MemoryPlan, check_memory, plan_memory
-from tests.kernels.test_cuda_model import make_config, make_pools, make_weights
+from tests.kernels.test_cuda_model import FAMILIES, make_config, make_pools, make_weights
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_pages_and_slots_are_counted_to_the_byte(dtype: torch.dtype) -> None:
-    config = make_config("biased")
+@pytest.mark.parametrize("name", ["biased", *FAMILIES])
+def test_weights_pages_and_slots_are_counted_to_the_byte(name: str, dtype: torch.dtype) -> None:
+    config = make_config(name)
     pools = make_pools(config, dtype, CPU)
     plan = plan_memory(
         config,
