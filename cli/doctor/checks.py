@@ -8,6 +8,9 @@ from typing import Any
 import msgspec
 
 from common.errors import ServingError
+from common.logs import one_line
+
+_SHOWN_CHARACTERS = 200
 
 
 class Status(enum.StrEnum):
@@ -46,6 +49,12 @@ def error(name: str, found: str, fix: str, **data: Any) -> Check:
 def refused(name: str, reason: ServingError, fix: str) -> Check:
     """What a node would refuse to start with."""
     return error(name, reason.message, fix, code=reason.code)
+
+
+def shown(value: object) -> str:
+    """What others said, as a piece of one line."""
+    text = value if isinstance(value, str) else repr(value)
+    return one_line(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…")
 
 
 def gib(nbytes: float) -> str:

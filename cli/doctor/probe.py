@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from cli.doctor import wire
-from cli.doctor.talk import call
+from cli.doctor.talk import call, text
 from cli.lifeline import die_with_parent
 from common.config import TransferConfig
 from common.errors import ErrorRecord, ServingError
@@ -69,7 +69,7 @@ def _ask(job: Job, peer: tuple[str, int], key: bytes | None, doing: list[str], t
     doing[0] = "connect"
     with call(*peer, key) as talk:
         theirs = talk.ask("hello")
-        tell("connect", **{name: theirs.get(name) for name in ("host", "tandem", "transport")})
+        tell("connect", **{name: text(theirs, name) for name in ("host", "tandem", "transport")})
         doing[0] = "clock"
         skew_s, error_s = wire.clock(talk)
         tell("clock", skew_s=skew_s, error_s=error_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import time
 from collections.abc import Iterator
@@ -10,23 +11,27 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from cli.doctor.checks import Check, error, ok, warning
+from cli.doctor.checks import Check, error, ok, shown, warning
 from common.config import NodeConfig, RouterConfig
+from common.errors import RequestError, WorkerError
+from common.json_body import decode_object
 from common.keys import admin_key
 from common.tls import TlsConfig, client_context
 
 ASK_S = 5.0
+_MAX_ANSWER_BYTES = 16 << 20
+_LARGEST_TIME_S = 1e12
 MAX_SKEW_S = 0.5
 SKEW_FIX = "let NTP (chrony, systemd-timesyncd) keep both: logs and traces cannot be put side by side; serving works"
 
 
 class Asked(NamedTuple):
-    """An answer's JSON object, and how far that machine's clock is ahead of ours, as well as it can be told."""
+    """An answer's JSON object, and when it was asked for and came; of our clock."""
 
     status: int
     body: dict[str, Any]
-    skew_s: float | None
-    error_s: float
+    before_s: float
+    after_s: float
 
 
 class Asker(NamedTuple):
@@ -37,21 +42,36 @@ class Asker(NamedTuple):
     key_option: str
 
     def get(self, url: str) -> Asked:
-        """Raises httpx.HTTPError."""
-        headers = {"authorization": self.authorization} if self.authorization else {}
-        with httpx.Client(verify=self.tls, headers=headers, timeout=ASK_S, trust_env=False) as client:
-            client.get(url)  # opens the connection, so that the next one is timed alone
-            before = time.time()
-            answer = client.get(url)
-            after = time.time()
+        """Raises httpx.HTTPError, and WorkerError for what is too long, too late, or no JSON object."""
         try:
-            body = answer.json()
-        except ValueError:
-            body = {}
-        body = body if isinstance(body, dict) else {}
-        now = body.get("now")
-        skew = now - (before + after) / 2 if isinstance(now, int | float) else None
-        return Asked(answer.status_code, body, skew, (after - before) / 2)
+            return asyncio.run(asyncio.wait_for(self._get(url), 2 * ASK_S))
+        except TimeoutError:
+            raise WorkerError(f"no whole answer in {2 * ASK_S:g} s", code="no_answer") from None
+
+    async def _get(self, url: str) -> Asked:
+        headers = {"accept-encoding": "identity"}
+        if self.authorization:
+            headers["authorization"] = self.authorization
+        async with httpx.AsyncClient(verify=self.tls, headers=headers, timeout=ASK_S, trust_env=False) as client:
+            await _read(client, url)  # opens the connection, so that the next one is timed alone
+            before_s = time.time()
+            status, content = await _read(client, url)
+            after_s = time.time()
+        try:
+            body = decode_object(content) if status == 200 else {}
+        except RequestError as reason:
+            raise WorkerError(reason.message, code="no_answer") from reason
+        return Asked(status, body, before_s, after_s)
+
+
+async def _read(client: httpx.AsyncClient, url: str) -> tuple[int, bytes]:
+    content = bytearray()
+    async with client.stream("GET", url) as answer:
+        async for part in answer.aiter_raw():
+            content += part
+            if len(content) > _MAX_ANSWER_BYTES:
+                raise WorkerError(f"an answer of more than {_MAX_ANSWER_BYTES:,} bytes", code="no_answer")
+    return answer.status_code, bytes(content)
 
 
 def router_asker(config: NodeConfig) -> Asker:
@@ -80,16 +100,28 @@ def check_router(url: str, asker: Asker, fingerprint: str | None) -> Iterator[Ch
     if isinstance(asked, Check):
         yield asked
         return
-    workers = [worker for worker in asked.body.get("workers", []) if isinstance(worker, dict)]
+    listed = asked.body.get("workers")
+    if not isinstance(listed, list):
+        yield error(name, f"{base}/status.json: it lists no workers, as Tandem's router does", "correct --router")
+        return
+    workers = [worker for worker in listed if isinstance(worker, dict)]
     alive = sum(bool(worker.get("alive")) for worker in workers)
     yield ok(name, f"answers; {len(workers)} workers, {alive} alive", workers=len(workers), alive=alive)
-    if asked.skew_s is not None:
-        yield check_skew(f"{name}.clock", asked.skew_s, asked.error_s)
+    if "now" in asked.body:
+        yield _check_clock(f"{name}.clock", asked)
     yield _check_fingerprints(f"{name}.fingerprint", workers, fingerprint)
 
 
+def _check_clock(name: str, asked: Asked) -> Check:
+    now = asked.body["now"]
+    if isinstance(now, bool) or not isinstance(now, int | float) or not abs(now) < _LARGEST_TIME_S:
+        return warning(name, f"{shown(now)} is no time", "one version of Tandem on both sides")
+    middle_s = (asked.before_s + asked.after_s) / 2
+    return check_skew(name, now - middle_s, (asked.after_s - asked.before_s) / 2)
+
+
 def _check_fingerprints(name: str, workers: list[dict[str, Any]], own: str | None) -> Check:
-    there = sorted({str(worker["fingerprint"]) for worker in workers if worker.get("fingerprint")})
+    there = sorted({shown(worker["fingerprint"]) for worker in workers if worker.get("fingerprint")})
     data = {"own": own, "there": there}
     if own is None:
         return ok(
@@ -109,12 +141,13 @@ def check_worker(role: str, url: str, asker: Asker) -> tuple[Check, str | None]:
     asked = _ask(name, f"{url.rstrip('/')}/server_info", asker, "start it, or correct the URL")
     if isinstance(asked, Check):
         return asked, None
-    mode, found = asked.body.get("disaggregation_mode"), asked.body.get("fingerprint")
+    mode, found = shown(asked.body.get("disaggregation_mode")), shown(asked.body.get("fingerprint"))
     if mode != role:
         return error(
             name, f"it is a {mode} node", f"give it as --{mode}" if mode in ("prefill", "decode") else "start it as one"
         ), None
-    return ok(name, f"answers; {asked.body.get('version', 'unknown version')}, {found}", fingerprint=found), str(found)
+    version = shown(asked.body.get("version", "unknown version"))
+    return ok(name, f"answers; {version}, {found}", fingerprint=found), found
 
 
 def check_workers(config: RouterConfig) -> Iterator[Check]:
@@ -133,8 +166,8 @@ def check_workers(config: RouterConfig) -> Iterator[Check]:
 def _ask(name: str, url: str, asker: Asker, fix: str) -> Asked | Check:
     try:
         asked = asker.get(url)
-    except httpx.HTTPError as reason:
-        return error(name, f"{url}: {reason or type(reason).__name__}", fix)
+    except (httpx.HTTPError, WorkerError, OSError) as reason:
+        return error(name, f"{url}: {shown(str(reason)) or type(reason).__name__}", fix)
     if asked.status in (401, 403):
         return error(
             name, f"{url}: {asked.status}, it asks for a key", f"{asker.key_option}: a file with an admin key of it"

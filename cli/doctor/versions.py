@@ -82,7 +82,7 @@ def check_mooncake(config: NodeConfig) -> Check:
             "mooncake", f"{found}: they overwrite each other's files", "pip uninstall all, install one of them"
         )
     if (broken := _does_not_load()) is not None:
-        return error("mooncake", f"{found}: {broken}", "sudo apt-get install -y libibverbs1")
+        return error("mooncake", f"{found}: {broken}", "sudo apt-get install -y libibverbs1 libnuma1 libcurl4")
     if on_card and wheels[0].endswith("non-cuda"):
         told = warning if optional(config) else error
         return told(

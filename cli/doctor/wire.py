@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
 import socket
+import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -14,7 +16,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from cli.doctor.talk import Talk, welcome
+from cli.doctor.checks import shown
+from cli.doctor.talk import Talk, address, number, text, welcome
 from common.config import TransferConfig
 from common.errors import ConfigError, ServingError, TransferError
 from transfer.messages import PROTOCOL_VERSION
@@ -26,6 +29,8 @@ NBYTES = 64 << 20
 _BLOCK_BYTES = 1 << 20
 _CLOCK_TRIES = 9
 _MAX_WRITE_S = 8.0
+_MAX_STRANGERS = 16
+_ACCEPT_AGAIN_S = 0.1
 
 
 class Site:
@@ -126,20 +131,61 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--serve {port}: {host}: {reason}", param="serve") from reason
 
 
-def serve(listener: socket.socket, site: Site, key: bytes | None) -> None:
-    """One caller after the other, for ever. A caller that fails is logged."""
-    while True:
-        sock, _ = listener.accept()
+class _Callers:
+    """Who has called, each in a thread of its own: greeted at once, then served one after the other, because they write
+    to the same memory. Of strangers there are a few at most; a new one takes the place of the one that came first."""
+
+    def __init__(self, site: Site, key: bytes | None) -> None:
+        self._site, self._key = site, key
+        self._turn = threading.Lock()
+        self._lock = threading.Lock()
+        self._strangers: list[socket.socket] = []
+
+    def take(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._strangers.append(sock)
+            if len(self._strangers) > _MAX_STRANGERS:
+                _hang_up(self._strangers.pop(0))
+        threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        """One that fails is logged."""
         try:
-            with Talk(sock) as talk:
-                welcome(talk, key)
+            with sock, Talk(sock) as talk:
+                try:
+                    welcome(talk, self._key)
+                finally:
+                    self._is_no_stranger(sock)
                 log.info("%s has come", talk.peer)
-                _converse(talk, site)
+                with self._turn:
+                    _converse(talk, self._site)
         except ServingError as error:
             if error.code != "peer_lost":
                 log.warning("%s", error.message)
         except OSError as error:
             log.warning("a caller was lost: %s", error)
+
+    def _is_no_stranger(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._strangers = [each for each in self._strangers if each is not sock]
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Its thread finds that out, and closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def serve(listener: socket.socket, site: Site, key: bytes | None) -> None:
+    """For ever."""
+    callers = _Callers(site, key)
+    while True:
+        try:
+            sock, _ = listener.accept()
+            callers.take(sock)
+        except (OSError, RuntimeError) as error:  # no descriptors, or threads, left
+            log.warning("a caller was lost: %s", error)
+            time.sleep(_ACCEPT_AGAIN_S)
 
 
 def _converse(talk: Talk, site: Site) -> None:
@@ -162,8 +208,8 @@ def _answer(words: dict[str, Any], site: Site) -> dict[str, Any]:
             return site.hello()
         case {"ask": "digest"}:
             return {"digest": site.target_digest()}
-        case {"ask": "write", "session": str(session), "address": int(address)}:
-            return {"seconds": site.write(session, address), "digest": site.source_digest()}
+        case {"ask": "write", "session": str(session)}:
+            return {"seconds": site.write(session, address(words, "address")), "digest": site.source_digest()}
         case _:
             raise TransferError("this question is not known here", code="protocol_error")
 
@@ -175,7 +221,8 @@ def compare(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Raises ConfigError naming both values."""
     for what in ("protocol", "transport"):
         if mine[what] != theirs.get(what):
-            raise ConfigError(f"{what}: {mine[what]} here, {theirs.get(what)} there", code="layout_mismatch")
+            there = shown(theirs.get(what))
+            raise ConfigError(f"{what}: {mine[what]} here, {there} there", code="layout_mismatch")
 
 
 def clock(talk: Talk) -> tuple[float, float]:
@@ -183,7 +230,7 @@ def clock(talk: Talk) -> tuple[float, float]:
     found = []
     for _ in range(_CLOCK_TRIES):
         before_s, started_s = time.time(), time.monotonic()
-        theirs_s = float(talk.ask("clock")["time_s"])
+        theirs_s = number(talk.ask("clock"), "time_s")
         half_s = (time.monotonic() - started_s) / 2
         found.append((half_s, theirs_s - before_s - half_s))
     half_s, skew_s = min(found)
@@ -192,8 +239,8 @@ def clock(talk: Talk) -> tuple[float, float]:
 
 def write_there(talk: Talk, site: Site, theirs: dict[str, Any]) -> float:
     """Seconds. Raises TransferError, also when other bytes have arrived."""
-    seconds = site.write(str(theirs["session"]), int(theirs["address"]))
-    _check_digest(site.source_digest(), str(talk.ask("digest")["digest"]), "there")
+    seconds = site.write(text(theirs, "session"), address(theirs, "address"))
+    _check_digest(site.source_digest(), text(talk.ask("digest"), "digest"), "there")
     return seconds
 
 
@@ -201,8 +248,8 @@ def write_here(talk: Talk, site: Site) -> float:
     """The other end writes. Seconds."""
     hello = site.hello()
     answer = talk.ask("write", session=hello["session"], address=hello["address"])
-    _check_digest(str(answer["digest"]), site.target_digest(), "here")
-    return float(answer["seconds"])
+    _check_digest(text(answer, "digest"), site.target_digest(), "here")
+    return number(answer, "seconds")
 
 
 def _check_digest(sent: str, arrived: str, where: str) -> None:
