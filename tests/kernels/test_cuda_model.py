@@ -18,9 +18,12 @@ from common.sampling import LogprobOptions, SamplingParams
 from engine.batch import Row, Track
 from engine.cuda.batch import LAST_TOKEN
 from engine.cuda.device import CudaDevice
+from engine.cuda.mixers.moe import MoeMixer
 from engine.cuda.runner import CudaRunner
 from engine.device import Device, PlannedRow
 from engine.families import read_config
+from engine.mixers.mixer import within
+from engine.mixers.moe import make_experts, moe_shapes, route
 from engine.model import HybridModel
 from engine.model_config import Activation, HybridConfig, LayerKind, MlpConfig
 from engine.pools import StatePools
@@ -203,6 +206,38 @@ def test_bfloat16(name: str, device: torch.device) -> None:
     pair = Pair(name, device, torch.bfloat16, few_rows=8)
     pair.run([Row(tokens(21, 1), 0, TABLES[0], 5, 1, Track(16, 9))])
     pair.run([Row([4], 21, TABLES[0], 5, 1, None)])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card has them in bfloat16 alone")
+@pytest.mark.parametrize("name", ["nemotron_3", "granite"])
+def test_experts_multiplied_at_once_are_the_same_model(name: str, device: torch.device) -> None:
+    """As captured graphs have them, see `Experts`."""
+    pair = Pair(name, device)
+    assert not pair.runner._model.can_be_captured
+    for mixer in pair.runner._model.mixers:
+        if isinstance(mixer, MoeMixer):
+            mixer.experts.grouped = True
+    assert pair.runner._model.can_be_captured
+    pair.run([Row(tokens(11, 1), 0, TABLES[0], 5, 2, Track(8, 9))])
+    pair.run([Row([4], 11, TABLES[0], 5, 1, None), Row(tokens(3, 2), 0, TABLES[1], 2, 1, None)])
+
+
+@pytest.mark.parametrize("name", ["nemotron_3", "granite", "qwen3_next"])
+def test_experts_multiplied_at_once_ask_the_device_nothing(name: str) -> None:
+    """Tensors without values: whatever depends on some raises."""
+    moe, hidden = make_config(name).moe, make_config(name).hidden_size
+    assert moe is not None
+    weights = {
+        name: torch.empty(shape, device="meta", dtype=torch.float32 if keep_float32(name) else torch.bfloat16)
+        for name, shape in moe_shapes(moe, hidden).items()
+    }
+    experts, x = make_experts(moe, within(weights, "experts.")), torch.empty(5, hidden, device="meta").bfloat16()
+    chosen = route(moe, x.float() @ weights["router.weight"].t(), weights.get("router.e_score_correction_bias"))
+    experts.grouped = True
+    assert experts(x, *chosen).shape == x.shape
+    experts.grouped = False
+    with pytest.raises(NotImplementedError):
+        experts(x, *chosen)
 
 
 def test_decode_goes_on_with_what_its_slot_sampled(device: torch.device) -> None:
