@@ -107,6 +107,8 @@ class Answer:
         self._output_logprobs = LogprobLists(self._token_text)
         self._output_logprobs.tokens += resume.token_logprobs
         self._output_logprobs.alternatives += resume.top_logprobs
+        self.dp_rank: int | None = None
+        """Of this node, once a rank has it."""
         self._num_cached_tokens = 0
         self._num_local_cached_tokens = 0
         self._finish: FinishReason | None = None
@@ -171,6 +173,8 @@ class Answer:
             "cached_tokens": self._num_cached_tokens,
             "weight_version": WEIGHT_VERSION,
         }
+        if self.dp_rank is not None:
+            meta["dp_rank"] = self.dp_rank
         if self._submit.room is not None:
             meta["cached_tokens_details"] = {
                 "prefill": self._num_cached_tokens,

@@ -47,7 +47,9 @@ class Exchange:
         """Submit all sequences. Raises RequestError (rid or room in use) or WorkerError (rank dead or silent)."""
         request = self._request
         await self._client.let_end(request.submits)
-        self._client.submit(request.submits, self._mailbox, groups=request.groups, rank=request.dp_rank)
+        ranks = self._client.submit(request.submits, self._mailbox, groups=request.groups, rank=request.dp_rank)
+        for answer, rank in zip(self._answers.values(), ranks, strict=True):
+            answer.dp_rank = rank
         self._trace = self._client.begin_trace(request.submits)
 
     async def advance(self) -> list[str]:

@@ -347,8 +347,10 @@ class RankClient:
         except TimeoutError:
             return  # `submit` says which one is still in use
 
-    def submit(self, submits: list[Submit], mailbox: Mailbox, *, groups: list[str | None], rank: int | None) -> None:
-        """Start all sequences of a request, or none of them.
+    def submit(
+        self, submits: list[Submit], mailbox: Mailbox, *, groups: list[str | None], rank: int | None
+    ) -> list[int]:
+        """Start all sequences of a request, or none of them. The rank of each.
 
         groups: one a sequence. rank: where the client wants them. Raises RequestError for a rid or a room that is in
         use and WorkerError when no rank can be used, or not that of the room, or when the node drains.
@@ -365,6 +367,7 @@ class RankClient:
         for submit, group, chosen in zip(submits, groups, ranks, strict=True):
             self._add(submit, mailbox, group, chosen, now)
             self._send(chosen, submit)
+        return ranks
 
     def abort(self, rids: Iterable[str], message: str, *, of: Mailbox | None = None) -> None:
         """Ask the ranks to end these sequences. What is not running is ignored, and what is not of this mailbox."""

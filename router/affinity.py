@@ -16,6 +16,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from common.errors import RequestError
+from common.refusals import refuse
 from router.loads import SEQUENCE_TOKENS
 
 BYTES_PER_TOKEN = 4
@@ -76,6 +77,17 @@ class Affinity:
         """The decode rank that the client wants; what is no number is the node's to refuse."""
         found = next((rank for name in RANK_FIELDS if (rank := self._fields.get(name)) is not None), None)
         return found if isinstance(found, int) else None
+
+    def check_rank(self, num_ranks: int) -> None:
+        """num_ranks: of the decode node that has most. Raises RequestError as a node would, before any leg opens."""
+        given = {name: rank for name in RANK_FIELDS if (rank := self._fields.get(name)) is not None}
+        for name, rank in given.items():
+            is_number = isinstance(rank, int | float) and not isinstance(rank, bool)
+            if not (is_number and 0 <= rank < num_ranks and rank == int(rank)):
+                refuse(name, rank, f"an integer from 0 to {num_ranks - 1}" if num_ranks > 1 else "0, the only rank")
+        if len(set(given.values())) > 1:
+            first, second = given.items()
+            raise RequestError(f"{second[0]}: {second[1]}, but {first[0]} is {first[1]}", param=second[0])
 
     @cached_property
     def num_tokens(self) -> int:

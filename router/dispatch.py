@@ -284,8 +284,7 @@ class Exchange:
         counters.retries += not resumes
         self._record.on_move(resumes=resumes)
         what = "goes on" if resumes else "is tried again"
-        where = f"{pair.prefill.url} and {pair.decode.url}"
-        log.warning("request %s %s at %s after %s", request.rids[0], what, where, failure.code)
+        log.warning("request %s %s at %s after %s", request.rids[0], what, pair.where, failure.code)
         return pair
 
     async def _unless_over(self, gone: asyncio.Future[None], work: Coroutine[Any, Any, T]) -> T:

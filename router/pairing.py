@@ -34,6 +34,14 @@ class Pair(NamedTuple):
         return prefill, {"routed_dp_rank": self.decode_target.rank} if tells_decode else {}
 
     @property
+    def where(self) -> str:
+        """For logs; with ranks where a node has several."""
+        sides = ((self.prefill, self.prefill_target), (self.decode, self.decode_target))
+        several = [len(worker.targets) > 1 and not self.is_spread for worker, _ in sides]
+        names = [target.name if ranks else worker.url for (worker, target), ranks in zip(sides, several, strict=True)]
+        return " and ".join(names)
+
+    @property
     def room_rank(self) -> tuple[int, int]:
         """(rank, ranks) of prefill: a room belongs to the rank that it is modulo the number of ranks."""
         return (0, 1) if self.is_spread else (self.prefill_target.rank, len(self.prefill.targets))

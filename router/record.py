@@ -68,6 +68,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     timing: Timing | None = None
     transfer_bytes: dict[str, int] = {}
+    dp_rank: int | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -127,7 +128,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
 
     admitted_s: when it stopped to wait at the router. opened_s: of the latest try's legs. status, code: what the client
     was told; a stream that failed on the way has status 200 and the code of the failure. num_sequences: 0 when it was
-    refused unread. transfer_bytes: by part.
+    refused unread. transfer_bytes: by part. prefill_rank, decode_rank: None when its sequences went to several.
     """
 
     rid: str
@@ -142,6 +143,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
     last_byte_s: float | None = None
     prefill: str | None = None
     decode: str | None = None
+    prefill_rank: int | None = None
+    decode_rank: int | None = None
     retries: int = 0
     resumes: int = 0
     status: int = 0
@@ -159,6 +162,10 @@ class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
         if self.admitted_s is None:
             self.admitted_s = self.opened_s
         self.prefill, self.decode = pair.prefill.url, pair.decode.url
+        if not pair.is_spread:
+            self.prefill_rank, self.decode_rank = pair.prefill_target.rank, pair.decode_target.rank
+        else:
+            self.prefill_rank = self.decode_rank = None
 
     def on_error(self, code: str | None, status: int) -> None:
         self.code, self.status = code or _OTHER, status
@@ -189,6 +196,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
                 self.transfer_bytes[part] = self.transfer_bytes.get(part, 0) + count
         if not self.completion_tokens:  # a stream that was cut, whose chunks do not count them
             self.completion_tokens = sent.num_tokens
+        if self.num_sequences == 1 and found and found[0].dp_rank is not None:
+            self.decode_rank = found[0].dp_rank  # which the node chooses, when the one that was meant cannot be used
         timings = [meta.timing for meta in found if meta.timing is not None]
         if timings:
             self.timing = timings[0] if len(timings) == 1 else _longest(timings)
@@ -220,6 +229,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
             "code": self.code if end_s is not None else "running",
             "prefill": self.prefill,
             "decode": self.decode,
+            "prefill_rank": self.prefill_rank,
+            "decode_rank": self.decode_rank,
             "retries": self.retries,
             "resumes": self.resumes,
             "prompt_tokens": self.prompt_tokens,

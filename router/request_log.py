@@ -64,8 +64,13 @@ def text_line(record: RequestRecord) -> str:
         f"code={_plain(record.code)} sequences={record.num_sequences} prompt_tokens={record.prompt_tokens} "
         f"cached_tokens={record.cached_tokens} completion_tokens={record.completion_tokens} {times} "
         f"transfer_bytes={sum(record.transfer_bytes.values())} retries={record.retries} resumes={record.resumes} "
-        f"prefill_node={record.prefill or '-'} decode_node={record.decode or '-'}"
+        f"prefill_node={record.prefill or '-'} decode_node={record.decode or '-'} "
+        f"prefill_rank={_number(record.prefill_rank)} decode_rank={_number(record.decode_rank)}"
     )
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def json_line(record: RequestRecord) -> str:

@@ -130,8 +130,11 @@ class Workers:
     # Choosing
 
     def pick(self, request: Affinity, failed: Collection[Pair] = (), *, resumes: bool = False) -> Pair:
-        """One for this request, as the policies choose. failed, resumes: see `Possible`. Raises WorkerError (503)."""
-        return self.pairing.pick(self.possible(failed, resumes=resumes), request)
+        """One for this request, as the policies choose. failed, resumes: see `Possible`. Raises WorkerError (503),
+        RequestError for a rank that no decode node has."""
+        possible = self.possible(failed, resumes=resumes)
+        request.check_rank(max(len(worker.targets) for worker in self.decode if worker.alive))
+        return self.pairing.pick(possible, request)
 
     def possible(self, failed: Collection[Pair] = (), *, resumes: bool = False) -> Possible:
         """The pairs that may be picked, at least one. Raises WorkerError (503)."""

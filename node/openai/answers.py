@@ -75,7 +75,7 @@ class OpenAIAnswer:
         }
 
     def _own(self) -> dict[str, Any]:
-        """Times of the sequence that took longest, bytes of all."""
+        """Times and rank of the sequence that took longest, bytes of all."""
         metas = [meta for meta in self._metas.values() if "timing" in meta]
         if not metas:
             return {}
@@ -92,4 +92,5 @@ class OpenAIAnswer:
             "e2e_latency": longest["e2e_latency"],
             "timing": longest["timing"],
             "transfer_bytes": transfer_bytes,
+            **({"dp_rank": longest["dp_rank"]} if "dp_rank" in longest else {}),
         }

@@ -220,3 +220,10 @@ def test_stream_interval_spaces_the_events(tokenizer: Tokenizer) -> None:
 def test_events_are_one_line_and_infinities_become_null() -> None:
     assert event({"text": "a\nb"}) == b'data: {"text":"a\\nb"}\n\n'
     assert json_bytes([math.inf, math.nan]) == b"[null,null]"
+
+
+def test_meta_info_names_the_rank_that_has_the_sequence(tokenizer: Tokenizer) -> None:
+    answer = Answer(submit(), tokenizer, return_text=False)
+    answer.dp_rank = 3
+    answer.feed(update([4]))
+    assert answer.object()["meta_info"]["dp_rank"] == 3

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from common.config import PolicyName
 from router.in_flight import InFlight
-from tests.router.mocks import MockWorker, RunningRouter, config_of, fails, never, run_router
+from tests.router.mocks import MockWorker, RunningRouter, answer_at_once, config_of, fails, never, run_router
 
 HIT = "a long beginning " * 80
 
@@ -248,7 +249,7 @@ async def test_the_sequences_of_a_batch_go_to_all_ranks_of_one_worker() -> None:
 async def test_a_client_may_choose_the_decode_rank() -> None:
     async with fleet(num_ranks=(2, 3)) as running:
         for name in ("routed_dp_rank", "data_parallel_rank"):
-            for rank in (0, 1, 2, 7, "x"):
+            for rank in (0, 1, 2):
                 _, decode = await running.ask(**{name: rank})
                 body = running.decode[decode].bodies[-1]
                 assert body[name] == rank and len(body.keys() & {"routed_dp_rank", "data_parallel_rank"}) == 1
@@ -265,11 +266,55 @@ async def test_a_client_may_choose_the_decode_rank() -> None:
         asked.cancel()
 
 
-async def test_a_prefill_worker_with_one_rank_is_not_told_of_decode_s(
-    router: RunningRouter, prefill: MockWorker, decode: MockWorker
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"routed_dp_rank": 3}, "routed_dp_rank", "3 is not allowed; it must be an integer from 0 to 2"),
+        ({"routed_dp_rank": -1}, "routed_dp_rank", "an integer from 0 to 2"),
+        ({"data_parallel_rank": "x"}, "data_parallel_rank", "an integer from 0 to 2"),
+        ({"routed_dp_rank": True}, "routed_dp_rank", "an integer from 0 to 2"),
+        ({"routed_dp_rank": 0, "data_parallel_rank": 1}, "data_parallel_rank", "1, but routed_dp_rank is 0"),
+    ],
+)
+async def test_a_rank_that_no_decode_node_has_is_refused_before_any_leg(
+    fields: dict[str, Any], param: str, said: str
 ) -> None:
-    await router.generate(routed_dp_rank=1)
-    assert (prefill.bodies[0]["routed_dp_rank"], decode.bodies[0]["routed_dp_rank"]) == (None, 1)
+    async with fleet(num_ranks=(4, 3)) as running:
+        answer = await running.router.generate(**fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert said in error["message"]
+        assert not any(worker.bodies for worker in (*running.prefill, *running.decode))
+
+
+async def test_a_prefill_worker_with_one_rank_is_not_told_of_decode_s() -> None:
+    async with fleet(num_ranks=(1, 2)) as running:
+        prefill, decode = await running.ask(routed_dp_rank=1)
+        assert running.prefill[prefill].bodies[0]["routed_dp_rank"] is None
+        assert running.decode[decode].bodies[0]["routed_dp_rank"] == 1
+
+
+async def test_the_record_names_the_ranks_that_served() -> None:
+    """The decode rank is the node's word, if it gives one: it chooses another when the one that was meant is dead."""
+    from router.request_log import text_line
+
+    async def says_two(worker: MockWorker, request: web.Request, *_: Any) -> web.StreamResponse:
+        return web.json_response({"text": "", "output_ids": [1], "meta_info": {"completion_tokens": 1, "dp_rank": 2}})
+
+    async with fleet(num_ranks=(2, 3)) as running:
+        prefill, _ = await running.ask(routed_dp_rank=1)
+        (record,) = running.router.state.dispatcher.recorder.recent
+        asked = running.prefill[prefill].bodies[-1]["routed_dp_rank"]
+        assert (record.prefill_rank, record.decode_rank) == (asked, 1)
+        assert text_line(record).endswith(f" prefill_rank={asked} decode_rank=1")
+        for worker in running.decode:
+            worker.script = says_two
+        await running.ask(routed_dp_rank=1)
+        assert running.router.state.dispatcher.recorder.recent[-1].describe(0.0)["decode_rank"] == 2
+        for worker in running.decode:
+            worker.script = answer_at_once
+        await running.ask(text=["a"] * 4)
+        assert running.router.state.dispatcher.recorder.recent[-1].describe(0.0)["decode_rank"] is None
 
 
 async def test_ranks_have_loads_and_prefixes_of_their_own() -> None:
