@@ -6,8 +6,12 @@
 #   admin.key     the administrator's alone, for Prometheus
 # Containers read them as another user, so the files can be read by all and the folder by its owner alone.
 set -eu
-folder=${1:-$(dirname "$0")/secrets}
-[ ! -e "$folder/api.keys" ] || { echo "$0: $folder has keys already; remove it to get new ones" >&2; exit 1; }
+unset CDPATH
+folder=${1:-$(dirname -- "$0")/secrets}
+case $folder in /*) ;; *) folder=./$folder ;; esac
+for key in cluster.key api.keys user.key admin.key; do
+    [ ! -e "$folder/$key" ] || { echo "$0: $folder has keys already; remove it to get new ones" >&2; exit 1; }
+done
 
 random() { od -An -tx1 -N32 /dev/urandom | tr -d ' \n'; }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -188,3 +189,26 @@ def test_keys_are_made_once_and_fit_together(tmp_path: Path) -> None:
     assert len((folder / "cluster.key").read_text()) == 64
     again = subprocess.run([script, str(folder)], capture_output=True, text=True, timeout=30)
     assert again.returncode == 1 and "has keys already" in again.stderr
+
+
+@pytest.mark.parametrize("name", ["secrets", "-secrets", "a b/-c"])
+def test_keys_go_where_they_are_asked_for(tmp_path: Path, name: str) -> None:
+    """Whatever the name looks like, and whatever CDPATH knows under it."""
+    elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
+    (elsewhere / name).mkdir(parents=True)
+    here.mkdir()
+    environment = {**os.environ, "CDPATH": str(elsewhere)}
+    done = subprocess.run(
+        [DEPLOY / "make_secrets.sh", name], cwd=here, env=environment, capture_output=True, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert len(list((here / name).iterdir())) == 4 and list((elsewhere / name).iterdir()) == []
+    assert (here / name).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", ["cluster.key", "admin.key"])
+def test_no_key_is_overwritten(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("in use")
+    done = subprocess.run([DEPLOY / "make_secrets.sh", tmp_path], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "has keys already" in done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "in use"

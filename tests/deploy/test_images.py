@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.deploy.files import DEPLOY
-from tests.support.stack import free_port
+from tests.support.stack import free_port, running
 
 REPO = DEPLOY.parent
 IMPORT_WITHOUT = """
@@ -128,28 +132,106 @@ def test_every_package_is_in_the_wheel() -> None:
 
 @pytest.mark.parametrize(("status", "expected"), [("200 OK", 0), ("503 Service Unavailable", 1)])
 def test_the_probe_says_whether_it_is_healthy(status: str, expected: int) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with probe(port) as running:
+        with probe(port) as asking:
             connection, _ = server.accept()
             with connection:
                 assert connection.recv(1000).startswith(b"GET /health HTTP/1.1\r\n")
                 connection.sendall(f"HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n".encode())
-            said, _ = running.communicate(timeout=30)
-    assert running.returncode == expected and status in said
+            said, _ = asking.communicate(timeout=30)
+    assert asking.returncode == expected and status in said
 
 
 def test_the_probe_of_nobody_fails() -> None:
-    with probe(free_port()) as running:
-        said, _ = running.communicate(timeout=30)
-    assert running.returncode == 1 and "refused" in said
+    with probe(free_port()) as asking:
+        said, _ = asking.communicate(timeout=30)
+    assert asking.returncode == 1 and "refused" in said
 
 
-def probe(port: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-I", "-S", str(DEPLOY / "healthy.py")]
-    return subprocess.Popen(command, env={"TANDEM_PORT": str(port)}, stdout=subprocess.PIPE, text=True)
+@contextmanager
+def answering(status: str, code: str = "", host: str = "127.0.0.1") -> Iterator[int]:
+    """The port of a server of one answer."""
+    body = json.dumps({"error": {"code": code}}).encode()
+
+    def run() -> None:
+        with server.accept()[0] as caller:
+            caller.recv(1000)
+            caller.sendall(f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+
+    with socket.create_server((host, 0)) as server:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "alive"),
+    [
+        ("200 OK", "", True),
+        ("503 Service Unavailable", "draining", True),
+        ("503 Service Unavailable", "rank_silent", False),
+        ("500 Internal Server Error", "", False),
+    ],
+)
+def test_what_drains_is_alive_and_what_cannot_serve_is_not(status: str, code: str, alive: bool) -> None:
+    with answering(status, code) as port, probe(port, "--alive") as asking:
+        asking.communicate(timeout=30)
+    assert (asking.returncode == 0) == alive
+
+
+def test_what_loads_is_alive_and_what_hangs_is_not() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        with probe(port, "--alive") as loading:
+            loading.communicate(timeout=30)
+        server.listen()
+        with probe(port, "--alive") as hanging:
+            hanging.communicate(timeout=30)
+    assert (loading.returncode, hanging.returncode) == (0, 1)
+
+
+def test_the_probe_goes_to_the_server_s_host() -> None:
+    with answering("200 OK", host="127.0.0.2") as port, probe(port, host="127.0.0.2") as asking:
+        asking.communicate(timeout=30)
+    assert asking.returncode == 0
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", ""])
+def test_a_server_anywhere_is_asked_here(host: str) -> None:
+    with answering("200 OK") as port, probe(port, host=host) as asking:
+        asking.communicate(timeout=30)
+    assert asking.returncode == 0
+
+
+def test_an_empty_port_is_the_usual_one() -> None:
+    with subprocess.Popen(PROBE, env={"TANDEM_PORT": ""}, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asking:
+        said = asking.communicate(timeout=30)
+    assert said[1] == b"", said
+
+
+def test_the_probe_notices_tls(tmp_path: Path) -> None:
+    import trustme
+
+    port, certificate = free_port(), tmp_path / "cert.pem"
+    trustme.CA().issue_cert("router").private_key_and_cert_chain_pem.write_to_path(certificate)
+    options = ["router", "--port", str(port), "--ssl-certfile", str(certificate), "--ssl-keyfile", str(certificate)]
+    with running("router", options, f"https://127.0.0.1:{port}", tmp_path):
+        said = ""
+        while "HTTP/1.1 503" not in said:  # it has no nodes
+            with probe(port) as asking:
+                said, _ = asking.communicate(timeout=30)
+            assert asking.returncode == 1 and (not said or "refused" in said or "503" in said), said
+
+
+PROBE = [sys.executable, "-I", "-S", str(DEPLOY / "healthy.py")]
+
+
+def probe(port: int, *arguments: str, host: str | None = None) -> subprocess.Popen[str]:
+    environment = {"TANDEM_PORT": str(port)} | ({} if host is None else {"TANDEM_HOST": host})
+    return subprocess.Popen([*PROBE, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def test_without_a_container_engine_the_test_of_compose_is_skipped_in_words(tmp_path: Path) -> None:

@@ -129,13 +129,17 @@ def test_pods_may_drain(manifests: list[Manifest]) -> None:
 
 
 def test_probes_ask_what_they_are_for(manifests: list[Manifest]) -> None:
-    """A router without nodes is not ready, but no restart mends it."""
+    """A router without nodes is not ready, but no restart mends it. A node that drains or loads to take another role
+    is not to be ended for that."""
     for name, manifest in workloads(manifests).items():
         (container,) = containers(manifest)
-        paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
-        other = "/" if name == "router" else "/health"
-        assert paths == {"startup": other, "readiness": "/health", "liveness": other}
+        paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness")}
+        assert paths == {"startup": "/" if name == "router" else "/health", "readiness": "/health"}
         liveness = container["livenessProbe"]
+        if name == "router":
+            assert liveness["httpGet"]["path"] == "/"
+        else:
+            assert liveness["exec"]["command"] == ["python3", "-I", "-S", "/opt/tandem/healthy.py", "--alive"]
         assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 30
 
 
