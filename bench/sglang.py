@@ -1,28 +1,34 @@
 """SGLang as the engine: plain, disaggregated behind our router, its wrong states found, and beside the native engine.
 
-`python bench/sglang.py --bundle FOLDER [--resume] [--rows NAME,NAME] [--out FOLDER]` on a machine with one CUDA device.
-FOLDER has a `setup.sh` that unpacks a Python with sglang, /tmp/env.sh and the models /tmp/models/{tiny,nano9b}.
-Each row is written when it is done, so that the script can be continued; one table is printed last.
+`python bench/sglang.py --bundle FOLDER [--resume] [--rows NAME,NAME] [--out FOLDER]` on a machine with one CUDA device
+(docs/sglang.md says how such a machine is set up). FOLDER has a `setup.sh` that unpacks a Python with sglang,
+/tmp/env.sh and the models /tmp/models/{tiny,nano9b}. `--dry-run` tries all of it on the CPU with a stub in place of
+SGLang. A row is written when it is done, so that the script can be continued; one table is printed last.
 
     no_buffer      prefill, decode, our router over Mooncake TCP, against plain SGLang: parity, abort, disconnect
     extra_buffer   the same, one prompt a prefill batch
-    detector       parity of many prompts at once with no_buffer: extra_buffer must fail, no_buffer must pass
-    native         the native engine with the same weights, against plain SGLang: parity
-    speed          the 9B shape, random weights: `tandem compare` of both engines with 1, 8, 32, 128 requests at once
+    detector       `tandem gate parity`, many prompts at once: fails for extra_buffer without that limit and names the
+                   prefix hits; passes for no_buffer and for the native engine
+    gate           the paired gate on the bundled model: the same three
+    native         the native engine with the same weights, against plain SGLang: parity or KL
+    speed_sglang   the 9B shape, random weights: decode steps, prefill, hand-off over TCP, through the servers
+    speed_native   the same of the native engine
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,96 +38,121 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import httpx
 
 from bench.results import FOLDER, write_result
-from tests.support.stack import MODEL, Server, command, free_port, running, stop, wait_healthy
+from bench.sglang_servers import Models, Scale, Servers, card, dry
+from bench.sglang_speed import ratios, speed
+from tests.support.stack import MODEL, REPO
 
 NAME = "sglang"
-START_S = 240.0
-BASE = ("--skip-tokenizer-init", "--grammar-backend", "none", "--skip-server-warmup", "--mem-fraction-static")
-TIE = "0.12"
-PARALLEL = (1, 8, 32, 128)
+TIE, KL_BOUND = "0.12", 0.002
+COMMAND_S = 150.0
 Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """python: what has sglang. tiny, large: model folders. share: of the card's memory that one server takes."""
+    servers: Servers
+    scale: Scale
+    folder: Path
 
-    python: str
-    tiny: Path
-    large: Path
-    logs: Path
-    share: str = "0.2"
-
-    @contextmanager
-    def sglang(self, role: str, model: Path, *options: str, passed: Sequence[str] = ()) -> Iterator[Server]:
-        """Not ready yet."""
-        port = free_port()
-        words = [role, "--engine", "sglang", "--sglang-python", self.python, "--model-path", str(model)]
-        words += ["--port", str(port), *options]
-        words += [f"--sglang-arg={each}" for each in (*BASE, self.share, *passed)]
-        with running(f"sglang-{role}-{port}", words, f"http://127.0.0.1:{port}", self.logs) as server:
-            yield server
+    def url(self, name: str) -> str:
+        return self.servers.url(name)
 
 
-def plain_sglang(bench: Bench) -> AbstractContextManager[Server]:
-    """What is right: one server, no_buffer."""
-    return bench.sglang("unified", bench.tiny, "--mamba-scheduler-strategy", "no_buffer")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """servers: what must be ready. group: rows whose servers are started together. estimate_s: of the work alone."""
+
+    work: Callable[[Bench], Figures]
+    servers: tuple[str, ...]
+    group: int
+    estimate_s: int
 
 
-def wait(*servers: Server) -> None:
-    for server in servers:
-        wait_healthy(server, START_S)
+# Checks through the command line
 
 
-@contextmanager
-def disaggregated(bench: Bench, *options: str) -> Iterator[tuple[Server, Server, Server]]:
-    """Router, prefill and decode, ready."""
-    port, bootstrap = free_port(), free_port()
-    url = f"http://127.0.0.1:{port}"
-    with ExitStack() as exits:
-        router = exits.enter_context(running(f"router-{port}", ["router", "--port", str(port)], url, bench.logs))
-        meet = ("--router", url, *options)
-        prefill = exits.enter_context(bench.sglang("prefill", bench.tiny, "--bootstrap-port", str(bootstrap), *meet))
-        decode = exits.enter_context(bench.sglang("decode", bench.tiny, *meet))
-        wait(prefill, decode, router)
-        yield router, prefill, decode
+def tandem(*words: str) -> tuple[int, list[str]]:
+    """Exit status and what was printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cli.main", *words], cwd=REPO, capture_output=True, text=True, timeout=COMMAND_S
+    )
+    return done.returncode, (done.stdout + done.stderr).strip().splitlines()
 
 
-def pd(bench: Bench, *options: str) -> Figures:
-    with plain_sglang(bench) as plain, disaggregated(bench, *options) as (router, prefill, decode):
-        wait(plain)
-        figures = parity(router.url, plain.url, bench, parallel=8)
-        return figures | ends(router.url, (prefill.url, decode.url))
-
-
-def parity(url: str, baseline: str, bench: Bench, *, parallel: int, count: int = 32) -> Figures:
-    """`tandem gate parity`, cold and warm. Prompts share beginnings, so that states are resumed from."""
-    prompts = bench.logs / "prompts.jsonl"
+def write_prompts(path: Path, count: int) -> Path:
+    """Beginnings, and prompts that go on from earlier ones, so that states are resumed from in either strategy."""
     rng = random.Random(1)
-    shared = [[rng.randrange(20, 900) for _ in range(length)] for length in (300, 640)]
-    tails = [[rng.randrange(20, 900) for _ in range(rng.randrange(1, 400))] for _ in range(count)]
-    prompts.write_text("".join(json.dumps({"input_ids": shared[i % 2] + tail}) + "\n" for i, tail in enumerate(tails)))
-    words = ["gate", "parity", "--url", url, "--baseline", baseline, "--prompts", str(prompts), "--tie", TIE]
-    words += ["--num-prompts", str(count), "--parallel", str(parallel)]
-    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=500)
-    return {"parity_exit": done.returncode, "parity_said": (done.stdout + done.stderr).strip().splitlines()[-6:]}
+    prompts: list[list[int]] = [[rng.randrange(20, 900) for _ in range(n)] for n in (130, 200, 300, 640)]
+    while len(prompts) < count:
+        before = rng.choice([each for each in prompts if len(each) < 1200])
+        prompts.append(before + [rng.randrange(20, 900) for _ in range(rng.randrange(1, 400))])
+    path.write_text("".join(json.dumps({"input_ids": each}) + "\n" for each in prompts[:count]))
+    return path
+
+
+def parity(bench: Bench, subject: str, baseline: str, *, parallel: int) -> Figures:
+    """`tandem gate parity`, cold and warm."""
+    count, report = bench.scale.prompts, bench.folder / "parity.json"
+    report.unlink(missing_ok=True)
+    words = ["gate", "parity", "--url", bench.url(subject), "--baseline", bench.url(baseline), "--tie", TIE]
+    words += ["--prompts", str(write_prompts(bench.folder / "prompts.jsonl", count)), "--num-prompts", str(count)]
+    words += ["--new-tokens", str(bench.scale.new_tokens), "--parallel", str(parallel), "--output", str(report)]
+    status, said = tandem(*words)
+    rows = json.loads(report.read_text()) if report.is_file() else []
+    different = [row for row in rows if row["likeness"] == "different"]
+    return {
+        "exit": status,
+        "answers": Counter(f"{row['run']} {row['likeness']}" for row in rows),
+        "prefix_hits": sum(row["prefix_hit"] for row in rows),
+        "different_hits": sum(row["prefix_hit"] for row in different),
+        "worst": max(different, key=lambda row: row["shortfall"] or 0.0, default=None),
+        "said": [line[:300] for line in said[:7]],
+    }
+
+
+def gate(bench: Bench, subject: str, baseline: str) -> Figures:
+    """`tandem gate gsm-mini`, paired, many questions at once."""
+    folder, count = bench.folder / "gate", str(bench.scale.questions)
+    words = ["gate", "gsm-mini", "--url", bench.url(subject), "--baseline", bench.url(baseline), "--warm", "1"]
+    words += ["--num-questions", count, "--parallel", count, "--max-tokens", "256", "--output", str(folder)]
+    status, said = tandem(*words)
+    if status not in (0, 1):
+        return {"exit": status, "said": said[-12:]}
+    report = json.loads((folder / "report.json").read_text())
+    runs = {f"{run['side']} {run['kind']}": f"{run['right']} of {run['asked']}" for run in report["runs"]}
+    kept = ("run", "hits", "differing", "differing_hits", "only_baseline", "lost_hits", "p")
+    pairings = [{key: pairing[key] for key in kept} for pairing in report["pairings"]]
+    found = {"exit": status, "verdict": report["verdict"], "reasons": report["reasons"]}
+    return found | {"runs": runs, "pairings": pairings}
+
+
+# Rows
+
+
+def pd(bench: Bench, name: str) -> Figures:
+    """Of one strategy's three servers."""
+    found = parity(bench, f"{name} router", "plain", parallel=8)
+    freed = ends(bench.url(f"{name} router"), [bench.url(f"{name} {role}") for role in ("prefill", "decode")])
+    holds = found["exit"] == 0 and all(value is not None for value in freed.values())
+    return {"holds": holds, "parity": found} | freed
 
 
 def ends(router: str, nodes: Sequence[str]) -> Figures:
     """An abort and a disconnect in mid-answer: seconds until both nodes have nothing left, by /flush_cache (400 while
     requests run)."""
-    body = {"input_ids": [30, 31], "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
+    sampling = {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}
+    body = {"input_ids": [30, 777], "sampling_params": sampling, "stream": True}
     found: Figures = {}
     for how in ("abort", "disconnect"):
         with httpx.stream("POST", f"{router}/generate", json=body | {"rid": how}, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
+            busy = [httpx.post(f"{node}/flush_cache", timeout=30).status_code != 200 for node in nodes]
             if how == "abort":
                 threading.Timer(0.2, httpx.post, (f"{router}/abort_request",), {"json": {"rid": how}}).start()
                 for _ in lines:
                     pass
-        begin_s = time.monotonic()
-        found[f"{how}_free_s"] = _idle_after(nodes, begin_s)
+        found[f"{how}_free_s"] = _idle_after(nodes, time.monotonic()) if any(busy) else None
     return found
 
 
@@ -134,145 +165,203 @@ def _idle_after(nodes: Sequence[str], begin_s: float) -> float | None:
 
 
 def detector(bench: Bench) -> Figures:
-    """The supervisor refuses that setting, so SGLang is started as anybody would."""
-    port = free_port()
-    words = [bench.python, "-m", "sglang.launch_server", "--model-path", str(bench.tiny), "--port", str(port), *BASE]
-    words += [bench.share, "--mamba-radix-cache-strategy", "extra_buffer"]
-    log = bench.logs / "faulty.log"
-    with plain_sglang(bench) as plain, plain_sglang(bench) as right:
-        with log.open("wb") as output:
-            process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        faulty = Server(name="faulty", process=process, url=f"http://127.0.0.1:{port}", log=log)
-        try:
-            wait(plain, right, faulty)
-            return {
-                "extra_buffer": parity(faulty.url, plain.url, bench, parallel=32),
-                "no_buffer": parity(right.url, plain.url, bench, parallel=32),
-            }
-        finally:
-            stop(process)
+    """The supervisor refuses the faulty setting, so that server is started as anybody would."""
+    pairs = {"extra_buffer": ("faulty", "plain"), "no_buffer": ("right", "plain"), "native": ("native", "again")}
+    found = {name: parity(bench, *pair, parallel=bench.scale.prompts) for name, pair in pairs.items()}
+    wrong = found["extra_buffer"]
+    is_told = wrong["exit"] == 1 and wrong["different_hits"] > 0
+    return {"holds": is_told and found["no_buffer"]["exit"] == found["native"]["exit"] == 0} | found
 
 
-def native_folder(model: Path, made: Path) -> Path:
-    """The same model for our nodes, which want a tokenizer in its folder."""
-    made.mkdir(exist_ok=True)
-    for file in (*model.iterdir(), MODEL / "tokenizer.json"):
-        if not (made / file.name).exists():
-            (made / file.name).symlink_to(file)
-    return made
+def paired(bench: Bench) -> Figures:
+    pairs = {
+        "extra_buffer": ("mini faulty", "mini plain"),
+        "no_buffer": ("mini plain", "mini native"),
+        "native": ("mini native", "mini plain"),
+    }
+    found = {name: gate(bench, *pair) for name, pair in pairs.items()}
+    wrong = found["extra_buffer"]
+    is_told = wrong["exit"] == 1 and any("prefix hit" in reason for reason in wrong.get("reasons", []))
+    return {"holds": is_told and found["no_buffer"]["exit"] == found["native"]["exit"] == 0} | found
 
 
-@contextmanager
-def native(bench: Bench, model: Path, *options: str) -> Iterator[Server]:
-    port = free_port()
-    folder = native_folder(model, bench.logs / model.name)
-    words = ["unified", "--model-path", str(folder), "--device", "cuda", "--dtype", "bfloat16", "--port", str(port)]
-    with running(f"native-{port}", [*words, *options], f"http://127.0.0.1:{port}", bench.logs) as server:
-        yield server
+def native(bench: Bench) -> Figures:
+    """Either the same greedy tokens but for near ties, or KL within its bound over the tokens that are the same."""
+    baseline, output = bench.scale.same_weights, bench.folder / "compare.json"
+    found = parity(bench, "native", baseline, parallel=8)
+    words = ["compare", f"sglang={bench.url(baseline)}", f"native={bench.url('native')}", "--api", "generate"]
+    words += ["--prompts", str(bench.folder / "prompts.jsonl"), "--num-prompts", str(bench.scale.prompts)]
+    words += ["--new-tokens", str(bench.scale.new_tokens), "--parallel", "8", "--output", str(output)]
+    status, said = tandem(*words)
+    assert status == 0, "\n".join(said)
+    likeness = json.loads(output.read_text())[1]["likeness"]
+    compared = {key: likeness[key] for key in ("equal", "prompts", "kl", "largest")}
+    holds = found["exit"] == 0 or (compared["kl"] is not None and compared["kl"] <= KL_BOUND)
+    return {"holds": holds, "parity": found, "compare": compared}
 
 
-def native_parity(bench: Bench) -> Figures:
-    with plain_sglang(bench) as plain, native(bench, bench.tiny) as ours:
-        wait(plain, ours)
-        return parity(ours.url, plain.url, bench, parallel=8)
+def speed_row(bench: Bench, engine: str) -> Figures:
+    unified, router = bench.url(f"{engine} unified"), bench.url(f"{engine} router")
+    return asyncio.run(speed(unified, router, bench.scale))
 
 
-def speed(bench: Bench) -> Figures:
-    """One engine has the card at a time."""
-    found: Figures = {}
-    sizes = ("--max-running-requests", "128", "--max-total-tokens", "180000", "--max-mamba-cache-size", "200")
-    random_weights = ("--load-format", "dummy", *sizes)
-    for name in ("sglang", "native"):
-        with ExitStack() as exits:
-            if name == "sglang":
-                large = Bench(python=bench.python, tiny=bench.tiny, large=bench.large, logs=bench.logs, share="0.85")
-                graphs = ("--cuda-graph-bs-decode", *map(str, PARALLEL))
-                server = exits.enter_context(large.sglang("unified", bench.large, *random_weights, passed=graphs))
-            else:
-                server = exits.enter_context(native(bench, bench.large, *random_weights))
-            wait(server)
-            for parallel in PARALLEL:
-                found[f"{name}, {parallel} at once"] = figures_of(server.url, bench, parallel)
+def triple(name: str) -> tuple[str, str, str]:
+    return f"{name} router", f"{name} prefill", f"{name} decode"
+
+
+def rows(scale: Scale) -> dict[str, Row]:
+    """`PRESTART`: the servers of group 1 start while the rows of group 0 are made; for those of 2 and 1 together there
+    is no memory."""
+    return {
+        "no_buffer": Row(
+            work=lambda bench: pd(bench, "no_buffer"), servers=("plain", *triple("no_buffer")), group=0, estimate_s=15
+        ),
+        "extra_buffer": Row(
+            work=lambda bench: pd(bench, "extra_buffer"),
+            servers=("plain", *triple("extra_buffer")),
+            group=0,
+            estimate_s=15,
+        ),
+        "detector": Row(work=detector, servers=("plain", "faulty", "right", "native", "again"), group=0, estimate_s=25),
+        "gate": Row(work=paired, servers=("mini faulty", "mini plain", "mini native"), group=0, estimate_s=40),
+        "native": Row(work=native, servers=(scale.same_weights, "native"), group=0, estimate_s=15),
+        "speed_sglang": Row(
+            work=lambda bench: speed_row(bench, "sglang"),
+            servers=("sglang unified", *triple("sglang")),
+            group=1,
+            estimate_s=60,
+        ),
+        "speed_native": Row(
+            work=lambda bench: speed_row(bench, "native"),
+            servers=("native unified", *triple("native")),
+            group=2,
+            estimate_s=60,
+        ),
+    }
+
+
+PRESTART = {0: 1}
+GROUP_START_S = {0: 100, 1: 70, 2: 40}
+
+
+# All of them
+
+
+def run(name: str, row: Row, bench: Bench) -> Figures:
+    """What fails is told, and tried again by --resume."""
+    begin_s = time.monotonic()
+    try:
+        bench.servers.wait(row.servers)
+        ready_s = time.monotonic() - begin_s
+        found = row.work(bench)
+        times = {"waited_s": round(ready_s, 1), "took_s": round(time.monotonic() - begin_s - ready_s, 1)}
+        found |= times
+    except (AssertionError, httpx.HTTPError, subprocess.SubprocessError, OSError, ValueError, KeyError) as error:
+        found = {"failed": f"{type(error).__name__}: {error}"[-3000:]}
+    print(f"{name}: {time.monotonic() - begin_s:.1f} s, {found.get('holds', '')}", file=sys.stderr, flush=True)
     return found
 
 
-def figures_of(url: str, bench: Bench, parallel: int) -> Figures:
-    """Of one server: it is compared with itself, the second time counts, when everything is warm."""
-    prompts, output = bench.logs / "long.jsonl", bench.logs / "compare.json"
-    rng = random.Random(parallel)
-    ids = [[rng.randrange(20, 900) for _ in range(1024)] for _ in range(2 * parallel)]
-    prompts.write_text("".join(json.dumps({"input_ids": each}) + "\n" for each in ids))
-    words = ["compare", f"first={url}", f"second={url}", "--api", "generate", "--prompts", str(prompts)]
-    words += [
-        "--num-prompts",
-        str(len(ids)),
-        "--new-tokens",
-        "128",
-        "--parallel",
-        str(parallel),
-        "--output",
-        str(output),
-    ]
-    subprocess.run(command(*words), check=True, capture_output=True, timeout=500)
-    told: Figures = json.loads(output.read_text())[1]["speed"]
-    return told
+def run_all(wanted: dict[str, Row], bench: Bench, found: Figures, out: Path) -> None:
+    groups = sorted({row.group for row in wanted.values()})
+    needed = {g: [name for row in wanted.values() if row.group == g for name in row.servers] for g in groups}
+    for group in groups:
+        following = needed.get(PRESTART.get(group, -1), [])
+        bench.servers.end([name for name in bench.servers.names() if name not in needed[group]])
+        bench.servers.start(needed[group])
+        bench.servers.settle(needed[group])
+        bench.servers.start(following)
+        for name in (name for name, row in wanted.items() if row.group == group):
+            found[name] = run(name, wanted[name], bench)
+            write_result(NAME, found, out)
+        bench.servers.keep_logs(out / f"{NAME}.log")
 
 
-ROWS: dict[str, Callable[[Bench], Figures]] = {
-    "no_buffer": lambda bench: pd(bench, "--mamba-scheduler-strategy", "no_buffer"),
-    "extra_buffer": lambda bench: pd(bench, "--mamba-scheduler-strategy", "extra_buffer"),
-    "detector": detector,
-    "native": native_parity,
-    "speed": speed,
-}
+def estimate(wanted: dict[str, Row]) -> str:
+    groups = {row.group for row in wanted.values()}
+    starts = {g: GROUP_START_S[g] for g in groups if not (g in PRESTART.values() and 0 in groups)}
+    parts = [f"{name} {row.estimate_s} s" for name, row in wanted.items()]
+    total = sum(row.estimate_s for row in wanted.values()) + sum(starts.values())
+    return f"estimate: {', '.join(parts)}; starts {sum(starts.values())} s; in all {total} s"
 
 
-def unpack(bundle: Path, logs: Path) -> str:
+def show(found: Figures) -> None:
+    for name, figures in found.items():
+        print(f"== {name}")
+        print(json.dumps(figures, indent=1))
+    print(f"\n{'row':14} {'holds':6} {'took':>7}")
+    for name, figures in found.items():
+        verdict = "failed" if "failed" in figures else figures.get("holds", "")
+        print(f"{name:14} {verdict!s:6} {figures.get('took_s', 0.0):6.1f}s")
+    for line in ratios(found.get("speed_native", {}), found.get("speed_sglang", {})):
+        print(line)
+
+
+def unpack(bundle: Path, folder: Path) -> str:
     """A script that runs the bundle's Python in its environment, which is not to be ours."""
-    subprocess.run(
-        ["bash", str(bundle / "setup.sh")], env={"B": str(bundle), "PATH": "/usr/bin:/bin:/usr/local/bin"}, check=True
-    )
-    script = logs / "python-sglang"
-    script.write_text('#!/bin/bash\nexport B=/nowhere\n. /tmp/env.sh\ncd /tmp\nexec python3 "$@"\n')
+    path = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
+    setup = f'export PATH="$PATH:{path}"; unset PYTHONPATH; B={bundle} bash {bundle}/setup.sh'
+    subprocess.run(["bash", "-c", setup], check=True, stdout=sys.stderr)
+    script = folder / "python-sglang"
+    lines = ["#!/bin/bash", f'export PATH="$PATH:{path}"', ". /tmp/env.sh", "cd /tmp", 'exec python3 "$@"', ""]
+    script.write_text("\n".join(lines))
     script.chmod(0o755)
     return str(script)
 
 
-def main() -> int:
+def chosen(names: str | None, scale: Scale) -> dict[str, Row]:
+    """`speed` is both of its rows. Raises ValueError for an unknown one."""
+    known = rows(scale)
+    if names is None:
+        return known
+    asked = {name for each in names.split(",") for name in known if each == name or each == name.partition("_")[0]}
+    if unknown := [each for each in names.split(",") if each not in {*known, "speed"}]:
+        raise ValueError(f"--rows: {', '.join(unknown)}: no such row")
+    return {name: row for name, row in known.items() if name in asked}
+
+
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bundle", type=Path, help="folder with setup.sh, /tmp/env.sh's maker")
     parser.add_argument("--python", help="in place of --bundle: a Python that has sglang")
-    parser.add_argument("--tiny", type=Path, default=Path("/tmp/models/tiny"))
-    parser.add_argument("--large", type=Path, default=Path("/tmp/models/nano9b"))
-    parser.add_argument("--rows", default=",".join(ROWS), help="these only, comma separated")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with a stub in place of SGLang")
+    parser.add_argument("--tiny", type=Path, help="folder of the small model")
+    parser.add_argument("--large", type=Path, help="folder of the 9B shape's config.json")
+    parser.add_argument("--rows", help="these only, comma separated; speed: both of them")
     parser.add_argument("--resume", action="store_true", help=f"only the rows that {NAME}.json lacks")
     parser.add_argument("--out", type=Path, default=FOLDER)
+    return parser
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended on the way out
+    parser = options()
     arguments = parser.parse_args()
-    if (arguments.bundle is None) == (arguments.python is None):
-        print("give --bundle or --python: there is no sglang here to run")
+    if [arguments.bundle is None, arguments.python is None, not arguments.dry_run].count(False) != 1:
+        print("give --bundle, --python or --dry-run: there is no sglang here to run")
         return 0
-    if unknown := {*arguments.rows.split(",")} - ROWS.keys():
-        parser.error(f"--rows: {', '.join(sorted(unknown))}: no such row")
     kept = arguments.out / f"{NAME}.json"
     found: Figures = json.loads(kept.read_text())["figures"] if arguments.resume and kept.is_file() else {}
-    with tempfile.TemporaryDirectory() as folder:
-        python = arguments.python or unpack(arguments.bundle, Path(folder))
-        bench = Bench(python=python, tiny=arguments.tiny, large=arguments.large, logs=Path(folder))
-        for name in arguments.rows.split(","):
-            if "failed" in found.get(name, {"failed": ""}):
-                found[name] = measured(ROWS[name], bench)
-                write_result(NAME, found, arguments.out)
-    for name, figures in found.items():
-        print(name, json.dumps(figures, indent=1))
-    return 1 if any("failed" in figures for figures in found.values()) else 0
-
-
-def measured(row: Callable[[Bench], Figures], bench: Bench) -> Figures:
-    """What fails is told, and tried again by --resume."""
-    try:
-        return row(bench)
-    except (AssertionError, httpx.HTTPError, subprocess.SubprocessError, OSError) as error:
-        return {"failed": f"{type(error).__name__}: {error}"[-3000:]}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if arguments.dry_run:
+            models = Models(folder, tiny=arguments.tiny or MODEL, large=arguments.large or MODEL)
+            scale = dry(folder, models)
+        else:
+            python = arguments.python or unpack(arguments.bundle.resolve(), folder)
+            places = (arguments.tiny or Path("/tmp/models/tiny"), arguments.large or Path("/tmp/models/nano9b"))
+            models = Models(folder, tiny=places[0], large=places[1])
+            scale = card(python, models)
+        try:
+            wanted = chosen(arguments.rows, scale)
+        except ValueError as error:
+            parser.error(str(error))
+        wanted = {name: row for name, row in wanted.items() if "failed" in found.get(name, {"failed": ""})}
+        print(estimate(wanted), file=sys.stderr, flush=True)
+        with Servers(scale, folder) as servers:
+            run_all(wanted, Bench(servers=servers, scale=scale, folder=folder), found, arguments.out)
+    show(found)
+    return 0 if all(figures.get("holds", "failed" not in figures) for figures in found.values()) else 1
 
 
 if __name__ == "__main__":

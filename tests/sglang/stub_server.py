@@ -1,10 +1,14 @@
 """What `python -m sglang.launch_server` is in these tests: SGLang's flags and HTTP contract, without a model.
 
-Token i of an answer is (sum of the prompt + i) % 1000 and reads `<id>`. What goes wrong on purpose is said by
-STUB_FAULT in the environment:
+Token i of an answer is (state + i) % 1000 and reads `<id>`; the state is the sum of the prompt, as `states.py` here
+computes it: from a prefix cache, and wrongly where that version would. What else is to happen is in the environment:
 
-    exit         prints and ends at once             hang        never opens its port
-    slow_stop    ignores SIGTERM                     deaf        stops answering once POST /stub/fault has asked for it
+    STUB_FAULT     exit: prints and ends at once. hang: never opens its port. slow_stop: ignores SIGTERM. deaf: stops
+                   answering once POST /stub/fault has asked for it
+    STUB_TRANSFER  1: a decode server waits for the state of its room, from the prefill server's bootstrap port
+    STUB_QUESTIONS of gsm-mini, five-shot, so many are answered as the state has it: right with a right one
+    STUB_PACE_S    of each token
+    STUB_NATIVE    a model's folder for our own engine, which then is the server
 
 Like the real one it has a process of its own below it (a scheduler), which would live on when it is killed.
 """
@@ -18,11 +22,16 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
+import aiohttp
 from aiohttp import web
 
+from tests.sglang.states import States
+
 VERSION = os.environ.get("STUB_VERSION", "0.5.17")
+PACE_S = float(os.environ.get("STUB_PACE_S", "0"))
+"""Of a token; 0.05 where 777 is in the prompt."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -31,7 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(flag)
     for flag in ("--load-format", "--log-level", "--ssl-certfile", "--ssl-keyfile", "--device"):
         parser.add_argument(flag)
-    for flag in ("--grammar-backend", "--mem-fraction-static"):
+    for flag in ("--grammar-backend", "--mem-fraction-static", "--cuda-graph-max-bs-decode"):
         parser.add_argument(flag)
     parser.add_argument("--skip-tokenizer-init", action="store_true")
     parser.add_argument("--cuda-graph-bs-decode", nargs="+")
@@ -63,6 +72,13 @@ class Stub:
         self.running: dict[str, asyncio.Event] = {}
         self.deaf = False
         self.made = 0
+        self.states = States(
+            strategy="none" if args.disable_radix_cache else args.mamba_radix_cache_strategy,
+            mixes=int(VERSION.split(".")[2]) < 20,
+            at_once=args.prefill_max_requests or 64,
+        )
+        self.rooms: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self.labels = _labels(int(os.environ.get("STUB_QUESTIONS", "0")))
 
     @property
     def mode(self) -> str:
@@ -82,6 +98,7 @@ class Stub:
         app.router.add_route("*", "/flush_cache", self.flush)
         app.router.add_post("/stub/fault", self.fault)
         app.router.add_get("/stub/seen", self.tell)
+        app.router.add_get("/stub/state/{room}", self.state)
         return app
 
     async def health(self, _: web.Request) -> web.Response:
@@ -103,7 +120,32 @@ class Stub:
         )
 
     async def flush(self, _: web.Request) -> web.Response:
+        if not self.running:
+            self.states.flush()
         return web.Response(text="Cache flushed.\n", status=400 if self.running else 200)
+
+    async def state(self, request: web.Request) -> web.Response:
+        """Of a room, once it is there."""
+        return web.json_response(await self._room(int(request.match_info["room"])))
+
+    def _room(self, room: int) -> asyncio.Future[tuple[int, int]]:
+        return self.rooms.setdefault(room, asyncio.get_running_loop().create_future())
+
+    async def _prefilled(self, item: dict[str, Any]) -> None:
+        """State and cached tokens into the item: computed here, or by the prefill server."""
+        is_passed_on = bool(os.environ.get("STUB_TRANSFER")) and item["room"] is not None
+        if is_passed_on and self.mode == "decode":
+            url = f"http://{item['host']}:{item['port']}/stub/state/{item['room']}"
+            async with aiohttp.ClientSession() as session, session.get(url) as answer:
+                item["state"], item["cached"] = await answer.json()
+        else:
+            item["state"], item["cached"] = await self.states.prefill(item["prompt"])
+        if is_passed_on and self.mode == "prefill":
+            self._room(item["room"]).set_result((item["state"], item["cached"]))
+        label = self.labels.get(item["text"] or "")
+        if label is not None:
+            item["reply"] = f" #### {label + item['state'] - sum(item['prompt'])}"
+            item["max_new_tokens"] = len(item["reply"])
 
     async def openai(self, request: web.Request) -> web.Response:
         self.seen.append(await request.json())
@@ -135,12 +177,17 @@ class Stub:
         self.seen.append(body)
         try:
             items = _items(body, self.mode)
+            if self.args.skip_tokenizer_init and any(item["text"] is not None for item in items):
+                raise ValueError("The engine initialized with skip_tokenizer_init=True cannot accept text prompts.")
         except ValueError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
         rids = [item["rid"] for item in items]
         for rid in rids:
             self.running[rid] = asyncio.Event()
         try:
+            await asyncio.gather(*(self._prefilled(item) for item in items))
+            for item in items:
+                item["has_text"] = not self.args.skip_tokenizer_init
             if body.get("stream"):
                 return await self._stream(request, items)
             answers = [await self._whole(item) for item in items]
@@ -186,6 +233,7 @@ def _items(body: dict[str, Any], mode: str) -> list[dict[str, Any]]:
         raise ValueError("Either text, input_ids or input_embeds should be provided.")
     is_batch = isinstance(text, list) or _is_batch(ids)
     prompts = (text if text is not None else ids) if is_batch else [text if text is not None else ids]
+    texts = [p if isinstance(p, str) else None for p in prompts]
     prompts = [[ord(c) for c in p] if isinstance(p, str) else p for p in prompts]
     sampling = body.get("sampling_params") or {}
     n = sampling.get("n", 1) if isinstance(sampling, dict) else 1
@@ -210,9 +258,15 @@ def _items(body: dict[str, Any], mode: str) -> list[dict[str, Any]]:
     return [
         {
             "prompt": prompts[i % len(prompts)],
+            "text": texts[i % len(prompts)],
+            "reply": None,
+            "room": rooms[i] if rooms is not None else None,
+            "host": _one_of(body.get("bootstrap_host"), i),
+            "port": _one_of(body.get("bootstrap_port"), i),
+            "top": body.get("top_logprobs_num") or 0,
             "rid": rids[i],
             "max_new_tokens": sampling.get("max_new_tokens", 128),
-            "pace_s": 0.05 if 777 in prompts[i % len(prompts)] else 0.0,
+            "pace_s": 0.05 if 777 in prompts[i % len(prompts)] else PACE_S,
             "logprobs": bool(body.get("return_logprob")),
             "start": body.get("logprob_start_len", -1),
             "mode": mode,
@@ -221,10 +275,27 @@ def _items(body: dict[str, Any], mode: str) -> list[dict[str, Any]]:
     ]
 
 
+def _one_of(value: Any, place: int) -> Any:
+    return value[place] if isinstance(value, list) else value
+
+
+def _labels(count: int) -> dict[str, int]:
+    """Prompts of gsm-mini and the right answers."""
+    if not count:
+        return {}
+    from accuracy.tasks import gsm_mini_task
+
+    return {question.prompt: question.label for question in gsm_mini_task(seed=0, count=count, shots=5).questions}
+
+
 def _answer(item: dict[str, Any], made: int, count: int, *, aborted: bool) -> dict[str, Any]:
-    base = sum(item["prompt"])
-    ids = [(base + i) % 1000 for i in range(made)]
-    reason = {"type": "length", "length": made} if made >= count else None
+    ids = [(item["state"] + i) % 1000 for i in range(made)]
+    text = "".join(f"<{i}>" for i in ids)
+    reason: dict[str, Any] | None = {"type": "length", "length": made} if made >= count else None
+    if item["reply"] is not None:
+        text = item["reply"][:made]
+        ids = [ord(c) for c in text]
+        reason = {"type": "stop", "matched": 0} if reason else None
     if aborted and made < count:
         reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
     meta: dict[str, Any] = {
@@ -232,21 +303,28 @@ def _answer(item: dict[str, Any], made: int, count: int, *, aborted: bool) -> di
         "finish_reason": reason,
         "prompt_tokens": len(item["prompt"]),
         "completion_tokens": made,
-        "cached_tokens": 0,
+        "cached_tokens": item["cached"],
         "weight_version": "default",
     }
     if item["logprobs"]:
         meta["output_token_logprobs"] = [[-0.5, i, None] for i in ids]
+        if item["top"]:
+            others = [-3.0 - i for i in range(item["top"] - 1)]
+            meta["output_top_logprobs"] = [
+                [[p, (i + n) % 1000, None] for n, p in enumerate([-0.5, *others])] for i in ids
+            ]
         start = item["start"]
         told = item["prompt"][start:] if start >= 0 and item["mode"] != "decode" else []
         meta["input_token_logprobs"] = [[None if not i else -1.0 - i, t, None] for i, t in enumerate(told)]
-    return {"text": "".join(f"<{i}>" for i in ids), "output_ids": ids, "meta_info": meta}
+    return ({"text": text} if item["has_text"] else {}) | {"output_ids": ids, "meta_info": meta}
 
 
 async def _serve(stub: Stub) -> None:
     runner = web.AppRunner(stub.app(), handler_cancellation=True, shutdown_timeout=0.2)
     await runner.setup()
     await web.TCPSite(runner, stub.args.host, stub.args.port).start()
+    if stub.mode == "prefill" and os.environ.get("STUB_TRANSFER"):
+        await web.TCPSite(runner, stub.args.host, stub.args.disaggregation_bootstrap_port).start()
     ended = asyncio.Event()
     if os.environ.get("STUB_FAULT") != "slow_stop":
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
@@ -255,8 +333,15 @@ async def _serve(stub: Stub) -> None:
     await runner.cleanup()
 
 
+def _be_native(model: str, args: argparse.Namespace) -> NoReturn:
+    words = ["unified", "--model-path", model, "--host", args.host, "--port", str(args.port), "--dtype", "bfloat16"]
+    os.execv(sys.executable, [sys.executable, "-m", "cli.main", *words])
+
+
 def main(argv: list[str]) -> None:
     args = parse(argv)
+    if model := os.environ.get("STUB_NATIVE"):
+        _be_native(model, args)
     fault = os.environ.get("STUB_FAULT")
     if fault == "exit":
         print("torch.OutOfMemoryError: CUDA out of memory.", flush=True)
