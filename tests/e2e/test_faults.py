@@ -1,31 +1,51 @@
-"""A byte that is lost, changed or misplaced in flight fails exactly its request; without digests it shows."""
+"""A byte that is lost, changed or misplaced in flight fails exactly its request; without digests it shows. In every
+family of models."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 
 from common.config import LoopbackFaults, Verify
-from tests.support.ranks import Ranks, Request, assert_equivalent, disaggregated_ranks, unified_ranks
+from tests.support.models import FAMILIES, Models
+from tests.support.ranks import Outcome, Ranks, Request, assert_equivalent, disaggregated_ranks, unified_ranks
 from transfer import posting
 
+CHUNK = 16
 EVERY = 3
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+
+Reference = Callable[[str], list[Outcome]]
 
 
 def tasks(count: int = 9) -> list[Request]:
+    """None ends on the grid: each has a state that was saved on the way."""
     return [
-        Request(prompt=[3 + (i * 37 + j * 11) % 1000 for j in range(150 + i)], max_new_tokens=8) for i in range(count)
+        Request(prompt=[3 + (i * 37 + j * 11) % 90 for j in range(145 + i)], max_new_tokens=8) for i in range(count)
     ]
 
 
-def reference() -> list:  # type: ignore[type-arg]
-    with unified_ranks() as ranks:
-        return [ranks.run([task])[0] for task in tasks()]
+@pytest.fixture(scope="module")
+def reference(models: Models) -> Reference:
+    """family -> what each of the tasks is answered, undisturbed."""
+
+    @cache
+    def of(family: str) -> list[Outcome]:
+        with unified_ranks(model=models(family, CHUNK)) as ranks:
+            return [ranks.run([task])[0] for task in tasks()]
+
+    return of
 
 
-@pytest.mark.parametrize("part", ["kv", "conv", "ssm", "metadata"])
-def test_one_flipped_byte_fails_its_request_and_no_other(part: str) -> None:
-    expected = reference()
-    with disaggregated_ranks(faults=LoopbackFaults(flip=part, every=EVERY)) as ranks:
+@EACH_FAMILY
+@pytest.mark.parametrize("part", ["kv", "conv", "ssm", "track", "metadata"])
+def test_one_flipped_byte_fails_its_request_and_no_other(
+    part: str, family: str, models: Models, reference: Reference
+) -> None:
+    expected = reference(family)
+    with disaggregated_ranks(model=models(family, CHUNK), faults=LoopbackFaults(flip=part, every=EVERY)) as ranks:
         outcomes = ranks.run(tasks())
         ranks.assert_all_free()
         mismatches = ranks.decode.transfer.stats()["digest_mismatches"]
@@ -39,20 +59,27 @@ def test_one_flipped_byte_fails_its_request_and_no_other(part: str) -> None:
             assert_equivalent(outcome, undisturbed)
 
 
-@pytest.mark.parametrize("part", ["kv", "conv", "ssm"])
+@EACH_FAMILY
+@pytest.mark.parametrize("part", ["kv", "conv", "ssm", "track"])
 @pytest.mark.parametrize("fault", ["zero", "drop"])
-def test_a_lost_part_is_caught_by_its_digest(part: str, fault: str) -> None:
-    with disaggregated_ranks(faults=LoopbackFaults(**{fault: part})) as ranks:  # type: ignore[arg-type]
+def test_a_lost_part_is_caught_by_its_digest(part: str, fault: str, family: str, models: Models) -> None:
+    faults = LoopbackFaults(**{fault: part})  # type: ignore[arg-type]
+    with disaggregated_ranks(model=models(family, CHUNK), faults=faults) as ranks:
         fill_pools(ranks)
         outcomes = ranks.run(tasks(3))
         ranks.assert_all_free()
     assert [o.error.code if o.error else None for o in outcomes] == ["digest_mismatch"] * 3
 
 
+@EACH_FAMILY
 @pytest.mark.parametrize("part", ["kv", "conv", "ssm"])
-def test_without_digests_a_lost_part_shows_in_the_answer(part: str) -> None:
-    expected = reference()
-    with disaggregated_ranks(faults=LoopbackFaults(zero=part), verify=Verify.OFF) as ranks:
+def test_without_digests_a_lost_part_shows_in_the_answer(
+    part: str, family: str, models: Models, reference: Reference
+) -> None:
+    """A lost track slot shows in the next answer: see `test_mutations`."""
+    expected = reference(family)
+    faults = LoopbackFaults(zero=part)
+    with disaggregated_ranks(model=models(family, CHUNK), faults=faults, verify=Verify.OFF) as ranks:
         outcomes = ranks.run(tasks())
     assert all(o.error is None for o in outcomes)
     different = 0
@@ -64,13 +91,16 @@ def test_without_digests_a_lost_part_shows_in_the_answer(part: str) -> None:
     assert different >= len(outcomes) - 1
 
 
-def test_two_requests_with_swapped_slots_are_both_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@EACH_FAMILY
+def test_two_requests_with_swapped_slots_are_both_caught(
+    family: str, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = posting.plan_slot
 
     def misplaced(layout, mine, theirs, pair, layers, **rest):  # type: ignore[no-untyped-def]
         return original(layout, mine, theirs, (pair[0], 3 - pair[1]), layers, **rest)
 
-    with disaggregated_ranks() as ranks:
+    with disaggregated_ranks(model=models(family, CHUNK)) as ranks:
         fill_pools(ranks)
         with monkeypatch.context() as patch:
             patch.setattr(posting, "plan_slot", misplaced)

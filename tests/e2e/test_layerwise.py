@@ -1,9 +1,13 @@
-"""Layer by layer: what a step completes in a layer is at decode before the next layer is computed."""
+"""Layer by layer: what a step completes in a layer is at decode before the next layer is computed.
+
+In every family of models, whose layers may have keys and values, a state, or both; what is deeper, in tandem-mini.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +15,12 @@ from torch import Tensor
 
 from common.config import EngineConfig
 from engine.batch import OnLayer, Row
+from engine.families import read_config
 from engine.model import HybridModel
 from engine.runner import ModelRunner
 from engine.scheduler import Chunk
 from engine.sequence import Phase
+from tests.support.models import FAMILIES, Models
 from tests.support.ranks import (
     Ranks,
     Request,
@@ -25,7 +31,9 @@ from tests.support.ranks import (
     unified_ranks,
 )
 
-PAGE, CHUNK = 16, 64
+PAGE = CHUNK = 16  # of the families
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+MINI_CHUNK = 64
 UNTOUCHED = 0.37
 LANDS_WITHIN_S = 20.0
 
@@ -42,7 +50,7 @@ def engine(budget: int = 2048, *, overlap: bool = False) -> EngineConfig:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    return [3 + (seed * 131 + i * 37 + i * i % 11) % 1000 for i in range(length)]
+    return [3 + (seed * 131 + i * 37 + i * i % 11) % 90 for i in range(length)]
 
 
 def state_of(ranks: Ranks, chunk: Chunk, layer: int) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -117,15 +125,19 @@ def fill_decode(ranks: Ranks) -> None:
         pool.fill_(UNTOUCHED)
 
 
+@EACH_FAMILY
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("budget", [CHUNK, 2048])
-def test_every_part_of_every_layer_leaves_before_the_next_layer(budget: int, overlap: bool) -> None:
+def test_every_part_of_every_layer_leaves_before_the_next_layer(
+    budget: int, overlap: bool, family: str, models: Models
+) -> None:
     """Prompts on the grid (nothing but the final state), off it (with a saved state), short, two in one step."""
-    lengths = [(2 * CHUNK,), (3 * CHUNK + 7,), (5,), (70, 150)]
+    lengths = [(2 * CHUNK,), (3 * CHUNK + 7,), (5,), (CHUNK + 6, 2 * CHUNK + 9)]
     tasks = [[Request(prompt=prompt(n, seed=n), max_new_tokens=4) for n in batch] for batch in lengths]
-    with unified_ranks(engine=engine()) as ranks:
+    model = models(family, CHUNK)
+    with unified_ranks(model=model, engine=engine()) as ranks:
         expected = [outcome for batch in tasks for outcome in ranks.run(batch)]
-    with disaggregated_ranks(engine=engine(budget, overlap=overlap)) as ranks:
+    with disaggregated_ranks(model=model, engine=engine(budget, overlap=overlap)) as ranks:
         fill_decode(ranks)
         pools = ranks.prefill.host.runner.pools
         watch, snapshots = Watch(ranks), Snapshots()
@@ -135,18 +147,20 @@ def test_every_part_of_every_layer_leaves_before_the_next_layer(budget: int, ove
         assert_bytes_crossed_unchanged(snapshots, sum(map(len, lengths)))
     for got, undisturbed in zip(outcomes, expected, strict=True):
         assert_equivalent(got, undisturbed)
-    kinds = {layer: {what for at, what in watch.seen if at == layer} for layer, _ in watch.seen}
-    state = {"final conv", "final ssm", "track conv", "track ssm"}
-    assert kinds == {layer: {"kv"} for layer in pools.kv_layers} | dict.fromkeys(pools.state_layers, state)
+    state = ("final conv", "final ssm", "track conv", "track ssm")
+    wanted = {(layer, "kv") for layer in pools.kv_layers}
+    assert set(watch.seen) == wanted | {(layer, what) for layer in pools.state_layers for what in state}
 
 
+@EACH_FAMILY
 @pytest.mark.parametrize("budget", [CHUNK, 2048])
-def test_after_a_prefix_hit_what_the_cache_had_leaves_first(budget: int) -> None:
+def test_after_a_prefix_hit_what_the_cache_had_leaves_first(budget: int, family: str, models: Models) -> None:
     common = prompt(4 * CHUNK)
     tasks = [Request(prompt=[*common, *prompt(n, seed=n)], max_new_tokens=4) for n in (9, 1, CHUNK + 5, 2 * CHUNK)]
-    with unified_ranks(engine=engine()) as ranks:
+    model = models(family, CHUNK)
+    with unified_ranks(model=model, engine=engine()) as ranks:
         expected = [ranks.run([task])[0] for task in tasks]
-    with disaggregated_ranks(engine=engine(budget)) as ranks:
+    with disaggregated_ranks(model=model, engine=engine(budget)) as ranks:
         watch, snapshots = Watch(ranks), Snapshots()
         snapshots.watch(ranks.prefill, ranks.decode)
         outcomes = [ranks.run([task])[0] for task in tasks]
@@ -185,29 +199,43 @@ def reported_before_it_is_written(patch: pytest.MonkeyPatch, layer: int) -> None
     patch.setattr(HybridModel, "forward", forward)
 
 
-@pytest.mark.parametrize("layer", [2, 3, 10])
-def test_a_layer_that_leaves_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
-    reported_before_it_is_written(monkeypatch, layer)
-    with disaggregated_ranks(engine=engine()) as ranks:
-        fill_decode(ranks)
-        Watch(ranks)
-        with pytest.raises(AssertionError):
-            run_two(ranks)
-
-
-@pytest.mark.parametrize("layer", [2, 3])
-def test_a_layer_that_is_not_reported_fails_its_request(monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+def never_reported(patch: pytest.MonkeyPatch, layer: int) -> None:
     original = HybridModel.forward
 
     def forward(self: HybridModel, batch: object, on_layer: OnLayer | None = None) -> Tensor:
         said = on_layer or (lambda _: None)
         return original(self, batch, lambda done: None if done == layer else said(done))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(HybridModel, "forward", forward)
-    with disaggregated_ranks(engine=engine()) as ranks:
-        (outcome,) = ranks.run([Request(prompt=prompt(100))])
-        assert outcome.error is not None and outcome.error.code == "incomplete"
-        ranks.assert_all_free()
+    patch.setattr(HybridModel, "forward", forward)
+
+
+def layers_with_state(model: Path) -> list[int]:
+    config = read_config(str(model))
+    return sorted({*config.state_layers, *config.kv_layers})
+
+
+@EACH_FAMILY
+def test_a_layer_that_leaves_too_early_is_noticed(family: str, models: Models) -> None:
+    model = models(family, CHUNK)
+    for layer in layers_with_state(model)[1:]:  # nothing comes before the first one
+        with pytest.MonkeyPatch.context() as patch, disaggregated_ranks(model=model, engine=engine()) as ranks:
+            reported_before_it_is_written(patch, layer)
+            fill_decode(ranks)
+            Watch(ranks)
+            with pytest.raises(AssertionError):
+                run_two(ranks)
+
+
+@EACH_FAMILY
+def test_a_layer_that_is_not_reported_fails_its_request(family: str, models: Models) -> None:
+    """Of keys and values it is seen that a layer has fewer than the others: not, where there is one such layer."""
+    model = models(family, CHUNK)
+    for layer in read_config(str(model)).state_layers:
+        with pytest.MonkeyPatch.context() as patch, disaggregated_ranks(model=model, engine=engine()) as ranks:
+            never_reported(patch, layer)
+            (outcome,) = ranks.run([Request(prompt=prompt(100))])
+            assert outcome.error is not None and outcome.error.code == "incomplete"
+            ranks.assert_all_free()
 
 
 # Steps and requests that fail when layers have left already
@@ -255,7 +283,7 @@ def stop_at(ranks: Ranks, layer: int, act: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 3, 10])
-@pytest.mark.parametrize("budget", [CHUNK, 2048])
+@pytest.mark.parametrize("budget", [MINI_CHUNK, 2048])
 def test_an_abort_in_the_middle_of_a_step(layer: int, budget: int) -> None:
     task = Request(prompt=prompt(150))
     with unified_ranks(engine=engine()) as ranks:
