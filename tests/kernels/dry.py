@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -118,8 +118,8 @@ def falcon_h1_34b() -> PretrainedConfig:
     )
 
 
-def granite_4_small() -> PretrainedConfig:
-    """Without its routed experts, which torch multiplies."""
+def granite_4_small(experts: int = 0) -> PretrainedConfig:
+    """experts: 72 in the real one, 10 of a token, which torch multiplies."""
     from transformers import GraniteMoeHybridConfig
 
     return GraniteMoeHybridConfig(
@@ -130,19 +130,21 @@ def granite_4_small() -> PretrainedConfig:
         layer_types=["linear_attention", "full_attention"],
         num_attention_heads=32,
         num_key_value_heads=8,
-        num_local_experts=0,
+        num_local_experts=experts,
+        num_experts_per_tok=min(experts, 10),
+        intermediate_size=768,
         mamba_n_heads=128,
         mamba_d_head=64,
         mamba_d_state=128,
     )
 
 
-def qwen3_next_80b() -> PretrainedConfig:
-    """Without its routed experts, which torch multiplies."""
+def qwen3_next_80b(dense: Sequence[int] = (0, 1)) -> PretrainedConfig:
+    """dense: layers without routed experts, which torch multiplies; none in the real one."""
     from transformers import Qwen3NextConfig
 
     kinds = ["linear_attention", "full_attention"]
-    return Qwen3NextConfig(**SPECIAL, num_hidden_layers=2, layer_types=kinds, mlp_only_layers=[0, 1])
+    return Qwen3NextConfig(**SPECIAL, num_hidden_layers=2, layer_types=kinds, mlp_only_layers=list(dense))
 
 
 MODELS = {"falcon_h1_34b": falcon_h1_34b, "granite_4_small": granite_4_small, "qwen3_next_80b": qwen3_next_80b}
