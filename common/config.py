@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.errors import ConfigError
+from common.errors import ConfigError, why_unreadable
 from common.reasoning import ReasoningParser
 
 MAX_RANKS = 64
@@ -325,8 +325,8 @@ def check_node_config(config: NodeConfig) -> NodeConfig:
         raise ConfigError(
             f"--transfer-device {transfer.device}: only with --transfer-protocol rdma", param="transfer_device"
         )
-    if transfer.cluster_key_file is not None and not Path(transfer.cluster_key_file).is_file():
-        raise ConfigError(f"--cluster-key-file {transfer.cluster_key_file}: no such file", param="cluster_key_file")
+    if transfer.cluster_key_file is not None:
+        _check_key_file(transfer.cluster_key_file)
     for name in ("bootstrap", "transfer", "first_token", "liveness"):
         _positive_seconds(f"{name}_timeout", getattr(transfer, f"{name}_timeout_s"))
     _positive_seconds("upload_timeout", server.upload_timeout_s)
@@ -398,9 +398,18 @@ def _check_transport(config: NodeConfig) -> None:
         )
 
 
+def _check_key_file(path: str) -> None:
+    try:
+        is_file = Path(path).is_file()
+    except OSError as error:  # a folder on the way that this user may not look into
+        raise ConfigError(f"--cluster-key-file {path}: {why_unreadable(error)}", param="cluster_key_file") from error
+    if not is_file:
+        raise ConfigError(f"--cluster-key-file {path}: no such file", param="cluster_key_file")
+
+
 def _check_model_folder(path: str) -> None:
-    if not Path(path).is_dir():
-        raise ConfigError(f"--model-path {path}: no such folder", param="model_path")
+    if not path or not Path(path).is_dir():
+        raise ConfigError(f"--model-path {path or '(empty)'}: no such folder", param="model_path")
     for name in ("config.json", "tokenizer.json"):
         if not (Path(path) / name).is_file():
             raise ConfigError(f"--model-path {path}: no {name} in it", param="model_path")

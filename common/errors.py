@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
 import msgspec
@@ -125,3 +126,11 @@ def from_record(record: ErrorRecord) -> ServingError:
     cls = _BY_TYPE.get(record.type, ServingError)
     status = record.status if 400 <= record.status <= 599 else ServingError.status
     return cls(record.message, code=record.code, param=record.param, status=status)
+
+
+def why_unreadable(error: OSError) -> str:
+    """Of a file that a setting names: why, and when it is a matter of permission, whose."""
+    reason = error.strerror or str(error)
+    if isinstance(error, PermissionError):
+        return f"{reason}: user {os.geteuid()}, as which this process runs, must be able to read it"
+    return reason

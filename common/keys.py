@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import AccessError, ConfigError, ServingError
+from common.errors import AccessError, ConfigError, ServingError, why_unreadable
 
 log = logging.getLogger("tandem.keys")
 
@@ -56,7 +56,7 @@ def read_key_file(path: str, option: str) -> tuple[Key, ...]:
     try:
         lines = Path(path).read_text("ascii").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it holds more than ASCII"
+        reason = why_unreadable(error) if isinstance(error, OSError) else "it holds more than ASCII"
         raise ConfigError(f"{option} {path}: {reason}", param=_param(option)) from error
     keys = []
     for number, line in enumerate(lines, 1):

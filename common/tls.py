@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.errors import ConfigError
+from common.errors import ConfigError, why_unreadable
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ def _check_readable(option: str, path: str) -> None:
     try:
         Path(path).open("rb").close()
     except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror or error}", param=_param(option)) from error
+        raise ConfigError(f"{option} {path}: {why_unreadable(error)}", param=_param(option)) from error
 
 
 def _param(option: str) -> str:

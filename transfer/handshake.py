@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.config import Verify
-from common.errors import ConfigError, ServingError, TransferError, from_record
+from common.errors import ConfigError, ServingError, TransferError, from_record, why_unreadable
 from common.layout import PoolPlacement, StateLayout
 from common.net import is_loopback
 from transfer.channel import Channel
@@ -60,7 +60,7 @@ def read_key(path: str | None) -> bytes | None:
     try:
         key = Path(path).read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"--cluster-key-file {path}: {error.strerror}", param="cluster_key_file") from error
+        raise ConfigError(f"--cluster-key-file {path}: {why_unreadable(error)}", param="cluster_key_file") from error
     if len(key) < 16:
         raise ConfigError(f"--cluster-key-file {path}: {len(key)} bytes, at least 16", param="cluster_key_file")
     return key

@@ -15,6 +15,8 @@ from common.net import is_loopback
 from node.registration import advertised_url
 from transfer.handshake import read_key
 
+_SECRETS = Path("/run/secrets")
+
 
 def spans_hosts(config: NodeConfig, peer_host: str | None) -> bool:
     """Whether the settings speak of more than this machine."""
@@ -27,7 +29,10 @@ def spans_hosts(config: NodeConfig, peer_host: str | None) -> bool:
 def check_addresses(config: NodeConfig, peer_host: str | None) -> Iterator[Check]:
     """What others are told. A node that only ever talks to this machine may be told of by a loopback address."""
     far = spans_hosts(config, peer_host)
-    yield _check_told("address.transfer", config.transfer.host, far, "--transfer-host", must_be_own=True)
+    if not far and config.server.host in ANYWHERE and is_loopback(config.transfer.host):
+        yield _check_left_out(config.transfer.host)
+    else:
+        yield _check_told("address.transfer", config.transfer.host, far, "--transfer-host", must_be_own=True)
     if config.role is Role.PREFILL:
         host = config.server.bootstrap_host
         if host not in ANYWHERE:
@@ -38,6 +43,14 @@ def check_addresses(config: NodeConfig, peer_host: str | None) -> Iterator[Check
         host = urlsplit(url).hostname or ""
         yield _check_told("address.advertised", host, far_router, "--advertise-url or --host", must_be_own=False)
     yield check_cluster_key(config, far)
+
+
+def _check_left_out(host: str) -> Check:
+    """A node that all may reach, and no peer: it starts, and works with peers of this host alone."""
+    found = f"{host}: peers on other hosts are told this address, and would look for this node on themselves"
+    others = [own for own in own_addresses() if not is_loopback(own)]
+    fix = f"--transfer-host: one of {', '.join(others) or '(this machine has none but loopback)'}, unless all are here"
+    return warning("address.transfer", found, fix)
 
 
 def _check_told(name: str, host: str, far: bool, option: str, *, must_be_own: bool) -> Check:
@@ -80,6 +93,16 @@ def check_cluster_key(config: NodeConfig, far: bool) -> Check:
 
 
 def _check_secret(path: str) -> Check:
-    if Path(path).stat().st_mode & 0o044:
-        return warning("cluster_key", f"{path}: every user of this machine can read it", f"chmod 600 {path}")
+    if anybody_can_read(Path(path)):
+        fix = f"chmod 600 {path}, or keep it in a folder that is its owner's alone (chmod 700)"
+        return warning("cluster_key", f"{path}: every user of this machine can read it", fix)
     return ok("cluster_key", path)
+
+
+def anybody_can_read(path: Path) -> bool:
+    """Whether users who own nothing of it can. What a container engine mounts as a secret is seen in its container
+    alone."""
+    real = path.resolve()
+    if _SECRETS in (*path.parents, *real.parents):
+        return False
+    return bool(real.stat().st_mode & 0o004) and all(folder.stat().st_mode & 0o001 for folder in real.parents)

@@ -19,6 +19,7 @@ from cli.settings import BUNDLED_MODEL, NODE_SETTINGS, node_config, node_options
 from cli.sglang import engine_options
 from common.config import NodeConfig, Role, RouterConfig, check_node_config
 from common.errors import ConfigError
+from common.net import is_loopback
 
 if TYPE_CHECKING:
     from cli.doctor.checks import Check
@@ -34,6 +35,8 @@ class _DoctorCommand(click.Command):
     """Takes the options of the role that is named."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] in _ROLES:
+            raise click.UsageError(f"{args[0]}: say --role {args[0]}", ctx)
         ctx.meta[_ROLE_KEY] = _asked_role(args)
         return super().parse_args(ctx, args)
 
@@ -91,6 +94,8 @@ def doctor(
 
     Takes the options of --role too. Exits 1 when a line is an error, 2 when an option is wrong.
     """
+    if peer is not None and serve is not None:
+        raise click.UsageError("--peer, --serve: one of them; --serve answers the --peer of another host")
     if role == _ROUTER or role == Role.UNIFIED.value:
         for name, given in (("--peer", peer), ("--serve", serve)):
             if given is not None:
@@ -163,6 +168,8 @@ def _report(role: str, as_json: bool, checks: Iterable[Check]) -> NoReturn:
 def _serve(config: NodeConfig, port: int) -> NoReturn:
     """Until SIGINT or SIGTERM, which are its proper end."""
     from cli.doctor import wire
+    from cli.doctor.fit import settings_of
+    from cli.doctor.model import own_fingerprint
     from common.config import rank_devices
     from transfer.handshake import read_key
 
@@ -171,11 +178,12 @@ def _serve(config: NodeConfig, port: int) -> NoReturn:
         signal.signal(number, lambda *_: os._exit(0))
     key = read_key(config.transfer.cluster_key_file)
     with wire.listen(config.transfer.host, port) as listener:
-        site = wire.Site(config.transfer, rank_devices(config)[0])
-        host, bound = listener.getsockname()[:2]
-        click.echo(
-            f"{site.transport.name} at {host}:{bound}; on the other host: tandem doctor --peer {host}:{bound} ..."
+        site = wire.Site(
+            config.transfer, rank_devices(config)[0], settings=settings_of(config, own_fingerprint(config))
         )
+        host, bound = listener.getsockname()[:2]
+        where = "on this host (--transfer-host: an address that others reach)" if is_loopback(host) else "on another"
+        click.echo(f"{site.transport.name} at {host}:{bound}; {where}: tandem doctor --peer {host}:{bound} ...")
         sys.stdout.flush()
         wire.serve(listener, site, key)
     raise AssertionError("it serves for ever")

@@ -44,11 +44,24 @@ def router_listeners(config: RouterConfig) -> list[Listener]:
 def check_listeners(listeners: list[Listener]) -> list[Check]:
     """Each is bound for a moment, as it will be, while the others are still held."""
     held: list[socket.socket] = []
+    taken: dict[int, Listener] = {}
+    checks = []
     try:
-        return [_check_listener(listener, held) for listener in listeners]
+        for listener in listeners:
+            same = taken.get(listener.port)
+            checks.append(_check_listener(listener, held) if same is None else _is_the_same(listener, same))
+            if listener.port:
+                taken[listener.port] = listener
+        return checks
     finally:
         for sock in held:
             sock.close()
+
+
+def _is_the_same(listener: Listener, other: Listener) -> Check:
+    """As the process itself would refuse it."""
+    found = f"{listener.option} {listener.port}: {other.option} is the same"
+    return error(listener.name, found, f"give each a port of its own ({other.option}, {listener.option})")
 
 
 def _check_listener(listener: Listener, held: list[socket.socket]) -> Check:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from cli.doctor.checks import Check, error, gib, not_applicable, ok, refused, warning
 from cli.doctor.machine import available_memory
+from cli.installed import is_installed
 from common.config import LoadFormat, NodeConfig, rank_devices
 from common.errors import ConfigError, ServingError
 
@@ -21,9 +22,9 @@ _MAX_READ_BYTES = 4 << 30
 
 def check_model(config: NodeConfig) -> Iterator[Check]:
     """A line for each part of the folder; an error names the file."""
-    if not Path(config.model.path).is_dir():
+    if not config.model.path or not Path(config.model.path).is_dir():
         fix = "give a Hugging Face model folder with --model-path (in a container: is the volume mounted?)"
-        yield error("model", f"{config.model.path}: no such folder", fix)
+        yield error("model", f"{config.model.path or '(empty)'}: no such folder", fix)
         return
     parts = {"": _config, ".weights": _weights, ".tokenizer": _tokenizer, ".chat_template": _chat_template}
     for part, check in parts.items():
@@ -173,6 +174,8 @@ def _what_to_lower(config: NodeConfig, capacity: Capacity, free: int) -> str:
     """The largest part, and how far it would have to go down if it can make up for what is missing."""
     plan, missing = capacity.plan, -(-(capacity.needed_bytes - free) // capacity.ranks_on_device)
     if max(plan.pages, plan.slots) < plan.weights and plan.pages + plan.slots < missing + plan.weights // 10:
+        if (fewer := _fewer_ranks(capacity, free)) is not None:
+            return f"--dp-size {fewer} at most, or give {gib(capacity.needed_bytes - free)} more memory"
         return f"the weights alone are {gib(plan.weights)}: more memory, --dtype bfloat16, or fewer ranks (--dp-size)"
     if plan.slots >= plan.pages:
         slots = (plan.slots - missing) // capacity.slot_bytes
@@ -181,16 +184,27 @@ def _what_to_lower(config: NodeConfig, capacity: Capacity, free: int) -> str:
         pages = (plan.pages - missing) // capacity.page_bytes
         option, most = "--max-total-tokens", max(0, pages) * config.engine.page_size
     if most < (2 * config.engine.page_size if option == "--max-total-tokens" else 2):
-        return "lower --max-total-tokens and --max-mamba-cache-size (and --dp-size), or give more memory"
+        rest = "lower both --max-total-tokens and --max-mamba-cache-size, or give more memory: "
+        rest += f"{gib(capacity.needed_bytes - free)} are missing"
+        return rest if (fewer := _fewer_ranks(capacity, free)) is None else f"--dp-size {fewer} at most, or {rest}"
     return f"{option} {most} at most, or free {gib(missing * capacity.ranks_on_device)}"
+
+
+def _fewer_ranks(capacity: Capacity, free: int) -> int | None:
+    """How many ranks with these settings fit here, which are less than were asked for; None: not even one."""
+    plan = capacity.plan
+    fit = (free - plan.weights) // (plan.pages + plan.slots + plan.step + plan.other)
+    return fit if 1 <= fit < capacity.ranks_on_device else None
 
 
 def own_fingerprint(config: NodeConfig) -> str | None:
     """None when it cannot be known, or only by reading too much."""
+    if not is_installed("torch"):
+        return None
     from node.preflight import fingerprint
 
-    nbytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     try:
+        nbytes = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
         return fingerprint(config) if nbytes <= _MAX_READ_BYTES else None
-    except ConfigError:
+    except (ConfigError, OSError):
         return None

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from cli.doctor import wire
+from cli.doctor.fit import Settings
 from cli.doctor.talk import call, text
 from cli.lifeline import die_with_parent
 from common.config import TransferConfig
@@ -27,6 +28,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     peer: tuple[str, int] | None
     key: str | None
     parent_pid: int
+    settings: Settings = {}
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,10 +76,11 @@ def _ask(job: Job, peer: tuple[str, int], key: bytes | None, doing: list[str], t
         skew_s, error_s = wire.clock(talk)
         tell("clock", skew_s=skew_s, error_s=error_s)
         doing[0] = "open"
-        site = wire.Site(job.config, job.device)
+        site = wire.Site(job.config, job.device, settings=job.settings)
         tell("open", transport=site.transport.name)
         doing[0] = "fit"
         wire.compare(site.hello(), theirs)
+        tell("fit")
         doing[0] = "write"
         tell("write", seconds=wire.write_there(talk, site, theirs), nbytes=site.nbytes)
         doing[0] = "read"

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import msgspec
 
 from cli.doctor.checks import Check, error, not_applicable, ok
+from cli.doctor.fit import Settings, settings_of
+from cli.doctor.model import own_fingerprint
 from cli.doctor.probe import Job, Step
 from cli.doctor.servers import check_skew
 from common.config import NodeConfig, Protocol, Role, rank_devices
@@ -56,7 +58,8 @@ def check_peer(config: NodeConfig, peer: tuple[str, int]) -> Iterator[Check]:
         yield not_applicable("peer.connect", f"not without the cluster key: {reason.message}")
         return
     where = f"{peer[0]}:{peer[1]}"
-    with _probe(config, peer, None if key is None else key.hex(), time.monotonic() + LIMIT_S) as steps:
+    settings = settings_of(config, own_fingerprint(config))
+    with _probe(config, peer, None if key is None else key.hex(), time.monotonic() + LIMIT_S, settings) as steps:
         done = set()
         for step in steps:
             done.add(step.name)
@@ -73,12 +76,14 @@ def _peer_check(step: Step, where: str, config: NodeConfig) -> Check | None:
     if step.error is not None:
         name = f"peer.{'write' if step.name == 'open' else step.name}"
         fix = _PEER_FIXES.get(step.error.code, _PEER_FIXES.get(step.name, ""))
-        return error(name, f"{where}: {step.error.message}", fix or _advice(config), code=step.error.code)
+        return error(name, _said(where, step.error.message), fix or _advice(config), code=step.error.code)
     match step.name:
         case "connect":
             return ok(
                 "peer.connect", f"{where} is {data['host']}, Tandem {data['tandem']}, {data['transport']}", **data
             )
+        case "fit":
+            return ok("peer.fit", "transport, dtypes, page size and --verify are as there")
         case "clock":
             return check_skew("peer.clock", data["skew_s"], data["error_s"])
         case "write" | "read":
@@ -89,21 +94,37 @@ def _peer_check(step: Step, where: str, config: NodeConfig) -> Check | None:
             return None
 
 
+def _said(where: str, message: str) -> str:
+    """With the peer's address once: many messages begin with it, or with its host."""
+    host = where.rpartition(":")[0]
+    if message.startswith(where):
+        return message
+    return f"{where}{message.removeprefix(host)}" if message.startswith(host) else f"{where}: {message}"
+
+
+_NO_DOCTOR = "is it `tandem doctor --serve` that listens there? Give the port that it printed"
 _PEER_FIXES = {
+    "connect": _NO_DOCTOR,
     "peer_unreachable": "run `tandem doctor --serve PORT` there with that node's options; open its port in firewalls",
     "unauthorized": "the same --cluster-key-file on both sides (compare sha256sum)",
-    "protocol_error": "give the port that `tandem doctor --serve` printed, and use one version of Tandem on both sides",
-    "layout_mismatch": "the same --transport and --transfer-protocol, and one version of Tandem, on both sides",
+    "protocol_error": f"{_NO_DOCTOR}, and use one version of Tandem on both sides",
+    "layout_mismatch": "the same value on both sides, and one version of Tandem: nodes that differ refuse each other",
 }
 
 
 @contextmanager
 def _probe(
-    config: NodeConfig, peer: tuple[str, int] | None, key: str | None, deadline_s: float
+    config: NodeConfig,
+    peer: tuple[str, int] | None,
+    key: str | None,
+    deadline_s: float,
+    settings: Settings | None = None,
 ) -> Iterator[Iterator[Step]]:
     """The steps of a process, as they come; it is killed at deadline_s, of the monotonic clock, and on leaving."""
     device = rank_devices(config)[0]
-    job = Job(config=config.transfer, device=device, peer=peer, key=key, parent_pid=os.getpid())
+    job = Job(
+        config=config.transfer, device=device, peer=peer, key=key, parent_pid=os.getpid(), settings=settings or {}
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "cli.doctor.probe"],
         stdin=subprocess.PIPE,
@@ -149,7 +170,15 @@ def _steps(process: subprocess.Popen[bytes], late: threading.Event) -> Iterator[
     else:
         said = process.stderr.read().decode(errors="replace").strip()[-_SHOWN_STDERR_CHARACTERS:]
         message = f"the test's process ended with status {process.wait()}: {said.rpartition(chr(10))[2] or 'no word'}"
-    after = {"": "open", "listen": "open", "connect": "clock", "clock": "open", "open": "write", "write": "read"}
+    after = {
+        "": "open",
+        "listen": "open",
+        "connect": "clock",
+        "clock": "open",
+        "open": "fit",
+        "fit": "write",
+        "write": "read",
+    }
     yield Step(name=after.get(last, "write"), error=_record(message))
 
 

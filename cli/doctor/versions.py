@@ -17,6 +17,9 @@ MIN_TORCH = (2, 6)
 MIN_TRITON = (3, 6)
 MIN_MOONCAKE = (0, 3, 13)
 _WHEELS = "mooncake-transfer-engine"
+_FOR_CARDS = (
+    "pip uninstall -y mooncake-transfer-engine-non-cuda; pip install -c deploy/constraints-gpu.txt -e '.[cuda13,gpu]'"
+)
 
 
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
@@ -38,7 +41,7 @@ def check_torch(on_card: bool) -> Check:
     if numbers(found) < MIN_TORCH:
         return error("torch", found, "pip install 'torch>=2.6'")
     if on_card and found.endswith("+cpu"):
-        return error("torch", f"{found}, built without CUDA", "install torch from PyPI: pip install --force torch")
+        return error("torch", f"{found}, built without CUDA", _FOR_CARDS)
     return ok("torch", found)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from cli.doctor.checks import shown
+from cli.doctor.fit import Settings, differences
 from cli.doctor.talk import Talk, address, number, text, welcome
 from common.config import TransferConfig
 from common.errors import ConfigError, ServingError, TransferError
@@ -36,8 +37,11 @@ _ACCEPT_AGAIN_S = 0.1
 class Site:
     """An open transport with memory: its first half is written from, its second half is written into."""
 
-    def __init__(self, config: TransferConfig, device: str, nbytes: int = NBYTES) -> None:
-        """Raises ConfigError, TransferError."""
+    def __init__(
+        self, config: TransferConfig, device: str, nbytes: int = NBYTES, settings: Settings | None = None
+    ) -> None:
+        """settings: of the node, told to the other end. Raises ConfigError, TransferError."""
+        self._settings = settings or {}
         patience_s = min(config.transfer_timeout_s, _MAX_WRITE_S)
         self.config = msgspec.structs.replace(config, transfer_timeout_s=patience_s)
         self.nbytes = nbytes
@@ -61,6 +65,7 @@ class Site:
             "session": self.transport.session,
             "address": self._memory.address + self.nbytes,
             "nbytes": self.nbytes,
+            "settings": self._settings,
         }
 
     def write(self, session: str, address: int) -> float:
@@ -218,11 +223,13 @@ def _answer(words: dict[str, Any], site: Site) -> dict[str, Any]:
 
 
 def compare(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Raises ConfigError naming both values."""
+    """Raises ConfigError naming both values of all that differs."""
     for what in ("protocol", "transport"):
         if mine[what] != theirs.get(what):
             there = shown(theirs.get(what))
             raise ConfigError(f"{what}: {mine[what]} here, {there} there", code="layout_mismatch")
+    if differing := differences(mine["settings"], theirs.get("settings")):
+        raise ConfigError("; ".join(differing), code="layout_mismatch")
 
 
 def clock(talk: Talk) -> tuple[float, float]:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,19 +20,34 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
-from cli.doctor import machine, rdma, versions, wire
+from cli.doctor import addresses, machine, rdma, versions, wire
 from cli.doctor.checks import Status
 from cli.doctor.model import check_memory_plan, find_capacity
 from cli.doctor.servers import check_skew
 from cli.main import main
 from cli.settings import BUNDLED_MODEL
-from common.config import DType, EngineConfig, ModelConfig, NodeConfig, Protocol, Role, TransferConfig
+from common.config import (
+    DType,
+    EngineConfig,
+    ModelConfig,
+    NodeConfig,
+    Protocol,
+    Role,
+    TransferConfig,
+    check_node_config,
+)
+from common.errors import ConfigError
+from common.keys import read_key_file
+from common.tls import TlsConfig, server_context
 from node.preflight import Card, Cuda
 from tests.support.stack import command, free_port, running
+from transfer.handshake import read_key
 
+REPO = Path(__file__).resolve().parents[2]
 Doctor = Callable[..., tuple[int, dict[str, Any]]]
 
 
@@ -128,6 +144,18 @@ def test_too_little_memory(doctor: Doctor, options: list[str], advice: str) -> N
     assert fix.startswith(advice)
     lower = int(int(fix.split()[1]) * 0.9)  # what is free changes meanwhile
     assert doctor("--role", "unified", options[0], str(lower))[0] == 0
+
+
+def test_more_ranks_than_fit(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small their pools are."""
+    monkeypatch.setattr("cli.doctor.model.available_memory", lambda: 8 << 30)
+    options = ["--role", "decode", "--max-total-tokens", "4096", "--max-mamba-cache-size", "9"]
+    options += ["--max-running-requests", "4"]
+    _, checks = doctor(*options, "--dp-size", "64")
+    advice = re.match(r"--dp-size (\d+) at most", checks["memory_plan"]["fix"])
+    assert advice is not None
+    assert "memory_plan" not in errors(doctor(*options, "--dp-size", advice[1])[1])
+    assert "memory_plan" in errors(doctor(*options, "--dp-size", str(int(advice[1]) + 1))[1])
 
 
 def test_roles_have_the_checks_that_matter_to_them(doctor: Doctor) -> None:
@@ -252,6 +280,35 @@ def test_two_listeners_at_one_port(doctor: Doctor) -> None:
     port = str(free_port())
     status, checks = doctor("--port", port, "--bootstrap-port", port)
     assert (status, errors(checks)) == (1, {"port.bootstrap"})
+    assert checks["port.bootstrap"]["found"].endswith(f"bootstrap-port {port}: --port is the same")
+    assert "process" not in checks["port.bootstrap"]["fix"]  # to end the doctor is no help
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_node_that_all_may_reach_but_no_peer(doctor: Doctor, role: str) -> None:
+    status, checks = doctor("--role", role, "--host", "0.0.0.0", "--bootstrap-host", "0.0.0.0")
+    check = checks["address.transfer"]
+    assert (status, check["status"]) == (0, "warning")
+    assert "peers on other hosts are told" in check["found"] and "--transfer-host" in check["fix"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["decode"], "decode: say --role decode"),
+        (["--serve", "0", "--peer", "127.0.0.1:1"], "--peer, --serve: one of them"),
+    ],
+)
+def test_words_that_contradict_each_other(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_no_model_path_at_all(doctor: Doctor) -> None:
+    status, checks = doctor("--model-path", "")
+    assert (status, errors(checks), checks["model"]["found"]) == (1, {"model"}, "(empty): no such folder")
 
 
 def test_addresses_that_others_cannot_reach(doctor: Doctor) -> None:
@@ -269,9 +326,66 @@ def test_a_cluster_key_that_cannot_be_used(doctor: Doctor, tmp_path: Path) -> No
     (tmp_path / "key").write_text("short")
     status, checks = doctor("--cluster-key-file", str(tmp_path / "key"))
     assert (status, errors(checks)) == (1, {"cluster_key"})
-    (tmp_path / "key").write_text("a key of at least sixteen bytes")
-    (tmp_path / "key").chmod(0o644)
-    assert doctor("--cluster-key-file", str(tmp_path / "key"))[1]["cluster_key"]["status"] == "warning"
+
+
+def test_a_key_that_others_can_read(doctor: Doctor, tmp_path: Path) -> None:
+    """Files that make_secrets.sh makes can be read by all who reach them, which its folder prevents."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        made = folder / "secrets"
+        subprocess.run([REPO / "deploy" / "make_secrets.sh", made], check=True, timeout=30)
+        folder.chmod(0o755)
+        key = ["--cluster-key-file", str(made / "cluster.key")]
+        assert doctor(*key)[1]["cluster_key"]["status"] == "ok"
+        made.chmod(0o755)
+        check = doctor(*key)[1]["cluster_key"]
+        assert check["status"] == "warning" and "chmod 700" in check["fix"]
+        (made / "cluster.key").chmod(0o640)
+        assert doctor(*key)[1]["cluster_key"]["status"] == "ok"
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_mounted_secret_is_seen_in_its_container_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    key = Path(tempfile.mkdtemp(dir="/tmp")) / "key"
+    try:
+        key.parent.chmod(0o755)
+        key.touch(0o644)
+        assert addresses.anybody_can_read(key)
+        monkeypatch.setattr(addresses, "_SECRETS", key.parent)
+        assert not addresses.anybody_can_read(key)
+    finally:
+        shutil.rmtree(key.parent)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_a_file_that_this_user_may_not_read_says_which_user(where: str) -> None:
+    """Of keys and certificates, be it the file or its folder."""
+    node = NodeConfig(role=Role.DECODE, model=ModelConfig(path=str(BUNDLED_MODEL)))
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        path = folder / "file"
+        path.write_text("a key of at least sixteen bytes")
+        path.chmod(0o600 if where == "file" else 0o644)
+        folder.chmod(0o755 if where == "file" else 0o700)
+        tries: list[Callable[[], object]] = [
+            lambda: read_key(str(path)),
+            lambda: read_key_file(str(path), "--api-key-file"),
+            lambda: server_context(TlsConfig(certfile=str(path))),
+        ]
+        if where == "folder":
+            transfer = TransferConfig(cluster_key_file=str(path))
+            tries.append(lambda: check_node_config(msgspec.structs.replace(node, transfer=transfer)))
+        for attempt in tries:
+            os.seteuid(10001)
+            try:
+                with pytest.raises(ConfigError, match="user 10001, as which this process runs, must be able to read"):
+                    attempt()
+            finally:
+                os.seteuid(0)
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_keys_and_certificates(doctor: Doctor, tmp_path: Path) -> None:
@@ -622,6 +736,21 @@ def test_something_else_at_the_peers_port(doctor: Doctor) -> None:
         thread.join()
     assert (status, errors(checks)) == (1, {"peer.connect"})
     assert "is no tandem doctor" in checks["peer.connect"]["found"]
+    assert checks["peer.connect"]["found"].count("127.0.0.1") == 1
+    assert "`tandem doctor --serve`" in checks["peer.connect"]["fix"]
+
+
+def test_a_peers_port_that_says_nothing(doctor: Doctor) -> None:
+    def hang_up() -> None:
+        other.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        thread = Thread(target=hang_up)
+        thread.start()
+        _, checks = doctor("--peer", f"127.0.0.1:{other.getsockname()[1]}")
+        thread.join()
+    assert checks["peer.connect"]["found"].count("127.0.0.1") == 1
+    assert "`tandem doctor --serve`" in checks["peer.connect"]["fix"]
 
 
 def test_a_peer_with_another_key_or_transport(doctor: Doctor, tmp_path: Path) -> None:
@@ -641,7 +770,20 @@ def test_a_peer_with_another_key_or_transport(doctor: Doctor, tmp_path: Path) ->
         assert "mooncake-tcp here, loopback there" in checks["peer.fit"]["found"]
         status, checks = doctor(*peer, *one)
         assert (status, errors(checks)) == (0, set())
-        assert {"peer.connect", "peer.clock", "peer.write", "peer.read"} <= set(checks)
+        assert {"peer.connect", "peer.clock", "peer.fit", "peer.write", "peer.read"} <= set(checks)
+        status, checks = doctor(*peer, *one, "--page-size", "32", "--verify", "off", "--mamba-ssm-dtype", "bfloat16")
+        assert (status, errors(checks)) == (1, {"peer.fit"})
+        for each in ("--page-size: 32 here, 16", "--verify: off here, digest", "--mamba-ssm-dtype: bfloat16 here"):
+            assert each in checks["peer.fit"]["found"]
+        other = tmp_path / "model"
+        shutil.copytree(BUNDLED_MODEL, other)
+        tensors = load_file(other / "model.safetensors")
+        save_file(
+            dict(tensors, **{name: value + 1 for name, value in list(tensors.items())[:1]}), other / "model.safetensors"
+        )
+        status, checks = doctor(*peer, *one, "--model-path", str(other))
+        assert (status, errors(checks)) == (1, {"peer.fit"})
+        assert "fingerprint: " in checks["peer.fit"]["found"] and "another model" in checks["peer.fit"]["found"]
 
 
 @contextmanager
