@@ -368,9 +368,11 @@ def transport_of(config: NodeConfig) -> Transport:
 
 
 @contextmanager
-def disaggregated_ranks(**settings: object) -> Iterator[Ranks]:
+def disaggregated_ranks(decode_model: Path | None = None, **settings: object) -> Iterator[Ranks]:
+    """decode_model: where decode's differs, which must not work."""
     prefill_config = node_config(Role.PREFILL, **settings)  # type: ignore[arg-type]
-    decode_config = node_config(Role.DECODE, **settings)  # type: ignore[arg-type]
+    theirs = settings if decode_model is None else settings | {"model": decode_model}
+    decode_config = node_config(Role.DECODE, **theirs)  # type: ignore[arg-type]
     prefill = PrefillRole(prefill_config, 0, transport_of(prefill_config), Waker())
     try:
         decode = DecodeRole(decode_config, 0, transport_of(decode_config), Waker())
