@@ -264,9 +264,12 @@ class Servers:
     def start(self, names: Sequence[str]) -> None:
         """Begin to; those that run already are left alone. Routers come before what registers with them."""
         missing = [name for name in dict.fromkeys(names) if name not in self._running]
-        for name in sorted(missing, key=lambda name: self.scale.specs[name].words[0] != "router"):
+        for name in sorted(missing, key=self._is_router, reverse=True):
             exits = ExitStack()
             self._running[name] = self._start(name, self.scale.specs[name], exits), exits
+
+    def _is_router(self, name: str) -> bool:
+        return self.scale.specs[name].words[0] == "router"
 
     def _start(self, name: str, spec: Spec, exits: ExitStack) -> Server:
         port = free_port()
@@ -296,13 +299,17 @@ class Servers:
         return Server(name=name, process=process, url=url, log=log)
 
     def settle(self, names: Sequence[str]) -> None:
-        """Until all of them are ready or it is clear that some will not be; `wait` tells."""
-        deadline_s = time.monotonic() + self.scale.start_s
-        for name in dict.fromkeys(names):
+        """Until all of them are ready or it is clear that some will not be; `wait` tells. A router is not waited for
+        when a node of its own has failed."""
+        deadline_s, failed = time.monotonic() + self.scale.start_s, set[str | None]()
+        for name in sorted(dict.fromkeys(names), key=self._is_router):
+            if name in failed:
+                continue
             try:
                 wait_healthy(self._running[name][0], max(0.1, deadline_s - time.monotonic()))
             except AssertionError as error:
                 print(f"{name}: {str(error)[-1500:]}", file=sys.stderr, flush=True)
+                failed.add(self.scale.specs[name].router)
 
     def wait(self, names: Sequence[str]) -> None:
         """Raises AssertionError for the first that is not ready, with what it said last."""

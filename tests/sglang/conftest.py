@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,8 @@ def make_python(folder: Path, version: str = "0.5.17", **environment: str) -> st
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
     script = folder / f"python-{version}"
-    settings = {"PYTHONPATH": f"{site}:{REPO}", "STUB_VERSION": version} | environment
+    path = ":".join(filter(None, [str(site), str(REPO), os.environ.get("PYTHONPATH")]))
+    settings = {"PYTHONPATH": path, "STUB_VERSION": version} | environment
     lines = [f"export {name}='{value}'" for name, value in settings.items()]
     script.write_text("\n".join(["#!/bin/sh", *lines, f'exec {sys.executable} "$@"', ""]))
     script.chmod(0o755)
