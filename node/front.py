@@ -212,13 +212,15 @@ class _Front:
 
     async def _keep(self, processes: list[RankProcess], rank: int, client: RankClient) -> None:
         """Start another process, while others serve, whenever the one of this rank has ended."""
-        wait_s = 0.0
+        wait_s, limit_s = 0.0, 0.0
         while True:
-            error, served_s = await self._death(processes[rank], client)
+            limit_s = min(max(2 * limit_s, self.rank_return_s), RANK_START_S)
+            error, served_s = await self._death(processes[rank], client, limit_s)
             log.error(error.message)
             if not self._is_serving(client) or client.all_dead or self.stopping.is_set():
                 break
             wait_s = 0.0 if served_s > RESTART_WAIT_S else _longer(wait_s)
+            limit_s = 0.0 if served_s else limit_s
             log.info("rank %d is started again in %g s", rank, wait_s)
             await asyncio.sleep(wait_s)
             while not await self._started_again(processes, rank, client):
@@ -232,12 +234,12 @@ class _Front:
     def _is_serving(self, client: RankClient) -> bool:
         return len(client.readies()) == self.num_ranks
 
-    async def _death(self, process: RankProcess, client: RankClient) -> tuple[WorkerError, float]:
-        """Wait for it. Returns how it ended, and how long it had served; seconds."""
-        loop = asyncio.get_running_loop()
-        limit = (
-            loop.call_later(self.rank_return_s, self._end_late, process, client) if self._is_serving(client) else None
-        )
+    async def _death(self, process: RankProcess, client: RankClient, limit_s: float) -> tuple[WorkerError, float]:
+        """Wait for it; limit_s: how long it may load, in the place of a dead one. Returns how it ended, and how long it
+        had served; seconds."""
+        limit = None
+        if self._is_serving(client):
+            limit = asyncio.get_running_loop().call_later(limit_s, _end_late, process, client, limit_s)
         error = await process.wait()
         if limit is not None:
             limit.cancel()
@@ -247,12 +249,6 @@ class _Front:
         error = client.on_rank_death(process.rank, error)
         process.close()
         return error, 0.0 if ready_s is None else now_s - ready_s
-
-    def _end_late(self, process: RankProcess, client: RankClient) -> None:
-        """One that is stopped or stuck while it loads may hold what others wait for to load."""
-        if client.ready_s(process.rank) is None:
-            client.give_up(process.rank, WorkerError(f"it was not ready in {self.rank_return_s:.0f} s"))
-            process.kill()
 
     async def _started_again(self, processes: list[RankProcess], rank: int, client: RankClient) -> bool:
         async with self.starting:
@@ -420,6 +416,13 @@ async def _wait_written(client: RankClient, server: uvicorn.Server) -> None:
     await client.wait_answered()
     while num_open_answers(server):  # noqa: ASYNC110 - a transport tells nobody that it has written all
         await asyncio.sleep(WRITTEN_POLL_S)
+
+
+def _end_late(process: RankProcess, client: RankClient, limit_s: float) -> None:
+    """One that is stopped or stuck while it loads may hold what others wait for to load."""
+    if client.ready_s(process.rank) is None:
+        client.give_up(process.rank, WorkerError(f"it was not ready in {limit_s:.0f} s"))
+        process.kill()
 
 
 def _longer(wait_s: float) -> float:

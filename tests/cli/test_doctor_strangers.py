@@ -22,6 +22,7 @@ from cli.doctor.checks import Check, Status
 from cli.doctor.servers import Asker, check_router, check_worker
 from common.errors import ConfigError, TransferError, WorkerError
 from tests.support.stack import command
+from transfer.handshake import read_key
 
 Handler = Callable[[socket.socket], None]
 
@@ -90,8 +91,8 @@ TOO_LONG = struct.pack(">I", 1 << 20)
 
 
 @contextmanager
-def served(tmp_path: Path) -> Iterator[tuple[int, list[str], Path]]:
-    """A listener with a key: its port, the options of who has that key too, and its log."""
+def served(tmp_path: Path) -> Iterator[tuple[int, bytes | None, Path]]:
+    """A listener: its port, its key, its log."""
     key, log = tmp_path / "key", tmp_path / "log"
     key.write_text("0123456789abcdef0123456789")
     key.chmod(0o600)
@@ -103,7 +104,7 @@ def served(tmp_path: Path) -> Iterator[tuple[int, list[str], Path]]:
     try:
         assert process.stdout is not None
         line = process.stdout.readline().decode()
-        yield int(line.partition(" at ")[2].partition(";")[0].rpartition(":")[2]), options, log
+        yield int(line.partition(" at ")[2].partition(";")[0].rpartition(":")[2]), read_key(str(key)), log
         assert process.poll() is None, log.read_text()
     finally:
         process.send_signal(signal.SIGTERM)
@@ -113,7 +114,7 @@ def served(tmp_path: Path) -> Iterator[tuple[int, list[str], Path]]:
 
 
 def test_no_stranger_ends_a_listener_or_keeps_others_from_it(tmp_path: Path) -> None:
-    with served(tmp_path) as (port, options, log), ExitStack() as stack:
+    with served(tmp_path) as (port, key, log), ExitStack() as stack:
         for name, words in NONSENSE.items():
             with socket.create_connection(("127.0.0.1", port), 10) as stranger:
                 frame_of(stranger)
@@ -124,15 +125,10 @@ def test_no_stranger_ends_a_listener_or_keeps_others_from_it(tmp_path: Path) -> 
             silent = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
             if number % 2:
                 silent.sendall(struct.pack(">I", 1000) + b" ")
-        peer = ["--quick", "--json", "--port", "0", "--peer", f"127.0.0.1:{port}"]
-        asked = [
-            subprocess.Popen(command("doctor", *peer, *options), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            for _ in range(2)
-        ]
-        for process in asked:
-            report = json.loads(process.communicate(timeout=60)[0])
-            checks = {check["name"]: check for check in report["checks"]}
-            assert checks["peer.read"]["status"] == "ok", checks["peer.connect"]
+        callers = [stack.enter_context(talk.call("127.0.0.1", port, key)) for _ in range(2)]
+        assert [caller.ask("hello")["transport"] for caller in callers[:1]] == ["loopback"]
+        callers[0].__exit__()
+        assert callers[1].ask("hello")["transport"] == "loopback", "its turn has come"
         said = log.read_text()
         assert "Traceback" not in said and "\x1b" not in said
         assert "x\\n2026 ERROR fake \\x1b[2J" in said and not any(line.startswith("2026") for line in said.splitlines())

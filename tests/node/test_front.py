@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -381,6 +382,9 @@ def test_a_rank_that_does_not_get_ready_again_is_ended_and_tried_again(model_pat
             lambda: "was killed by SIGKILL: it was not ready in " in node.state(1)["error"]["message"], within_s=60
         )
         wait_for(lambda: node.log.read_text().count("rank 1 is started again (pid") == 2)
+        wait_for(lambda: node.log.read_text().count("it was not ready in") == 2, within_s=60)
+        first, second = map(int, re.findall(r"it was not ready in (\d+) s", node.log.read_text()))
+        assert abs(second - 2 * first) <= 1, "loading may take long for once"
 
 
 def test_a_rank_that_dies_as_soon_as_it_serves_is_started_after_pauses(model_path: str, tmp_path: Path) -> None:
