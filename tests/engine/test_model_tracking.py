@@ -17,7 +17,20 @@ from common.config import EngineConfig, ModelConfig
 from engine.batch import Row, Track
 from engine.runner import ModelRunner
 
-CHUNKS = {"small": 8, "biased": 16, "nano_v2": 16}
+CHUNKS = {
+    "small": 8,
+    "biased": 16,
+    "nano_v2": 16,
+    "nemotron3": 8,
+    "nemotron3_latent": 16,
+    "falcon": 8,
+    "falcon_normed": 16,
+    "granite": 8,
+    "granite_sparse": 16,
+    "qwen": 8,
+    "qwen_dense": 16,
+}
+OF_EACH_FAMILY = pytest.mark.parametrize("name", ["small", "nemotron3_latent", "falcon", "granite_sparse", "qwen"])
 TEXT_TOKENS = 128
 NUM_SLOTS = 32
 COLD_SLOT = 31  # of the runs compared with; no test uses it
@@ -108,8 +121,15 @@ def identical(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 EACH = pytest.mark.parametrize(
-    ("name", "page"), [("small", 4), ("small", 1), ("small", 16), ("biased", 4), ("nano_v2", 16)]
-)
+    ("name", "page"),
+    [
+        ("small", 4), ("small", 1), ("small", 16), ("biased", 4), ("nano_v2", 16),
+        ("nemotron3", 1), ("nemotron3_latent", 4),
+        ("falcon", 16), ("falcon_normed", 4),
+        ("granite", 4), ("granite_sparse", 1),
+        ("qwen", 4), ("qwen_dense", 16),
+    ],
+)  # fmt: skip
 
 
 @EACH
@@ -268,9 +288,10 @@ def test_a_wrong_saved_state_shows(name: str, page: int, labs: Labs) -> None:
         assert off < 1e-4 if conv is right[0] and ssm is right[1] else off > 1e-2
 
 
-def test_requests_share_a_saved_state(labs: Labs) -> None:
+@OF_EACH_FAMILY
+def test_requests_share_a_saved_state(name: str, labs: Labs) -> None:
     """Suffixes shorter than the conv window, all from one saved state in one step, beside a decode row."""
-    lab, c = labs("small"), CHUNKS["small"]
+    lab, c = labs(name), CHUNKS[name]
     full = lab.forward(lab.row(2, 0, 3 * c, (2 * c, 7), logits=3 * c))
     lab.forward(lab.row(12, 0, c))
     shared = lab.digest(7)
@@ -296,19 +317,20 @@ def test_a_position_inside_a_chunk_cannot_be_saved(labs: Labs) -> None:
 
 
 def layer_state(lab: Lab, rows: Sequence[Row], layer: int) -> list[Tensor]:
-    """Clones of what the rows own of a layer: KV pages, or conv and SSM state of slots and track slots."""
+    """Clones of what the rows own of a layer: KV pages, conv and SSM state of slots and track slots, or all of it."""
     pools = lab.runner.pools
+    found = []
     if layer in pools.kv_layers:
         kv = pools.kv[pools.kv_layers.index(layer)]
-        return [kv[:, list(row.page_table)].clone() for row in rows]
-    if layer not in pools.state_layers:
-        return []
-    index = pools.state_layers.index(layer)
-    slots = [slot for row in rows for slot in (row.slot, *([row.track.slot] if row.track else []))]
-    return [state[slot, index].clone() for slot in slots for state in (pools.conv, pools.ssm)]
+        found += [kv[:, list(row.page_table)].clone() for row in rows]
+    if layer in pools.state_layers:
+        index = pools.state_layers.index(layer)
+        slots = [slot for row in rows for slot in (row.slot, *([row.track.slot] if row.track else []))]
+        found += [state[slot, index].clone() for slot in slots for state in (pools.conv, pools.ssm)]
+    return found
 
 
-@pytest.mark.parametrize("name", ["small", "biased"])
+@OF_EACH_FAMILY
 def test_a_layer_is_reported_when_its_state_is_final_and_no_later_layer_has_begun(labs: Labs, name: str) -> None:
     lab = labs(name)
     c = lab.chunk
