@@ -82,6 +82,24 @@ def test_every_container_comes_back_and_may_drain(name: str) -> None:
         assert int(said["stop_grace_period"].removesuffix("s")) > DRAIN_AND_STOP_S
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_logs_are_rotated(name: str) -> None:
+    for said in compose(name)["services"].values():
+        assert {"max-size", "max-file"} <= set(said["logging"]["options"])
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_containers_are_bounded(name: str) -> None:
+    for said in compose(name)["services"].values():
+        assert said["pids_limit"] > 0 and (name != "compose.yaml" or said["mem_limit"])
+
+
+@pytest.mark.parametrize("name", ("compose.gpu.yaml", "compose.gpu.sglang.yaml"))
+def test_the_probe_follows_the_router_to_another_address(name: str) -> None:
+    router = compose(name, {**HOST, "TANDEM_BIND": "10.0.0.1"})["services"]["router"]
+    assert router["environment"]["TANDEM_HOST"] == parse(router["command"])["host"] == "10.0.0.1"
+
+
 @pytest.mark.parametrize("name", ("compose.yaml", "compose.gpu.yaml", "compose.gpu.sglang.yaml"))
 def test_the_router_waits_until_the_nodes_are_healthy(name: str) -> None:
     services = compose(name)["services"]
@@ -146,8 +164,6 @@ def test_every_variable_is_explained(name: str) -> None:
     lines = (DEPLOY / ".env.example").read_text().splitlines()
     said = dict(line.removeprefix("# ").partition("=")[::2] for line in lines if "=" in line)
     for variable, default in variables(name).items():
-        if variable in ("TORCH_INDEX", "GPU_TORCH_INDEX"):
-            continue  # explained in README.md
         assert variable in said, f"{variable} of {name} is not in .env.example"
         if default is not None and variable not in (
             "HOST_ADDRESS",

@@ -73,7 +73,35 @@ def test_the_secret_template_keeps_the_schema_and_has_what_is_mounted(manifests:
     for manifest in workloads(manifests).values():
         (mounted,) = [each["secret"] for each in pod(manifest)["volumes"] if "secret" in each]
         assert mounted["secretName"] == secret["metadata"]["name"]
-        assert {each["key"] for each in mounted["items"]} <= set(secret["stringData"])
+        keys = {each["key"] for each in mounted["items"]}
+        assert keys <= set(secret["stringData"])
+        assert ("cluster.key" in keys) == (manifest["metadata"]["name"] != "router"), "what only nodes need"
+
+
+def test_images_that_are_on_a_machine_are_not_pulled(manifests: list[Manifest]) -> None:
+    """By default every image whose tag is latest is."""
+    for manifest in workloads(manifests).values():
+        assert containers(manifest)[0]["imagePullPolicy"] == "IfNotPresent"
+
+
+def test_pods_of_a_role_are_on_several_machines_where_there_are_some(manifests: list[Manifest]) -> None:
+    for manifest in workloads(manifests).values():
+        (spread,) = pod(manifest)["topologySpreadConstraints"]
+        assert spread["topologyKey"] == "kubernetes.io/hostname"
+        assert spread["labelSelector"] == manifest["spec"]["selector"]
+
+
+def test_a_pod_that_does_not_work_may_be_evicted(manifests: list[Manifest]) -> None:
+    for budget in of_kind(manifests, "PodDisruptionBudget").values():
+        assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_a_new_node_waits_for_the_card_of_an_old_one_only_where_there_are_cards() -> None:
+    for overlay, surge in (("cpu", 1), ("gpu", 0)):
+        found = of_kind(build(FOLDER / "overlays" / overlay), "Deployment")
+        assert [each["spec"]["strategy"]["rollingUpdate"]["maxSurge"] for each in found.values()] == [surge] * 2
+        taints = [each["key"] for one in found.values() for each in pod(one).get("tolerations", ())]
+        assert taints == (["nvidia.com/gpu"] * 2 if overlay == "gpu" else [])
 
 
 @pytest.mark.parametrize("role", ("prefill", "decode"))

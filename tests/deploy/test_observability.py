@@ -60,6 +60,11 @@ def test_only_documented_metrics_are_asked_for(expression: str) -> None:
     assert metrics(expression) or "up{" in expression
 
 
+def test_alerts_say_how_bad_it_is() -> None:
+    rules = [rule for group in read("alerts.yml")["groups"] for rule in group["rules"]]
+    assert {rule["labels"]["severity"] for rule in rules} == {"critical", "warning"}
+
+
 def test_the_table_of_metrics_is_found() -> None:
     assert len(documented()) > 40
     assert {"tandem_rank_up", "tandem_router_phase_seconds_bucket", "tandem_router_queue_length"} <= documented()
