@@ -48,6 +48,7 @@ def _counters(totals: Totals) -> Iterator[Metric]:
         requests.add_metric([endpoint, code], count)
     yield requests
     yield _counter("rejected", "Requests that were refused before any leg was opened", "code", totals.rejected)
+    yield _counter("failed", "Requests that failed for no fault of their clients", "code", totals.failed)
     for name, text, value in (
         ("retries", "More tries of requests, from their start", totals.retries),
         ("resumes", "Streams that went on at other workers", totals.resumes),

@@ -203,6 +203,14 @@ class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
             self.timing = timings[0] if len(timings) == 1 else _longest(timings)
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the service failed: with a status of 500 or more, or in mid-stream. What a client did wrong, or ended
+        itself, is no failure."""
+        if self.code in (_OK, "aborted", "client_disconnected"):
+            return False
+        return self.status >= 500 or self.status == 200
+
+    @property
     def queue_s(self) -> float | None:
         """What it waited at the router."""
         return None if self.admitted_s is None else self.admitted_s - self.arrived_s
@@ -264,6 +272,8 @@ class Totals:
         """By endpoint and code."""
         self.rejected: Counter[str] = Counter()
         """By code: answered with an error before any leg was opened."""
+        self.failed: Counter[str] = Counter()
+        """By code: no answer, or half of one, for no fault of the client."""
         self.retries = 0
         self.resumes = 0
         self.prompt_tokens = 0
@@ -296,6 +306,8 @@ class Totals:
 
     def add(self, record: RequestRecord, code: str) -> None:
         self.requests[record.endpoint, code] += 1
+        if record.has_failed:
+            self.failed[code] += 1
         self.retries += record.retries
         self.resumes += record.resumes
         if record.queue_s is not None:

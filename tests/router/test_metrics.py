@@ -18,6 +18,7 @@ from tests.router.mocks import (
     answer_object,
     config_of,
     event,
+    fails,
     run_router,
     streams,
 )
@@ -196,6 +197,8 @@ async def test_refusals_and_failures_are_counted_once_by_code(
         "tandem_router_rejected_total code=invalid_json": 1,
         "tandem_router_rejected_total code=worker_unavailable": 1,
     }
+    failed = {name: value for name, value in found.items() if name.startswith("tandem_router_failed_total")}
+    assert failed == {"tandem_router_failed_total code=worker_unavailable": 1}, "what a client did wrong is no failure"
     assert found["tandem_router_request_seconds_count"] == 0, "of answers only"
     assert {name: value for name, value in found.items() if "worker_up" in name} == {
         f"tandem_router_worker_up role=prefill worker={prefill.url}": 1,
@@ -209,7 +212,23 @@ async def test_a_failure_in_mid_stream_has_its_code_and_status_200(router: Runni
     assert (await router.generate(stream=True)).status_code == 200
     (entry,) = await listing(router)
     assert (entry["status"], entry["code"]) == (200, "non_finite_logits")
-    assert (await scrape(router))["tandem_router_requests_total code=non_finite_logits endpoint=/generate"] == 1
+    found = await scrape(router)
+    assert found["tandem_router_requests_total code=non_finite_logits endpoint=/generate"] == 1
+    assert found["tandem_router_failed_total code=non_finite_logits"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_client_ends_itself_is_no_failure(router: RunningRouter, decode: MockWorker, stream: bool) -> None:
+    error = {"error": {"code": "aborted", "message": "aborted by request", "retryable": False}}
+    decode.script = (
+        streams(event(answer_object(finish_reason=None)), event(error))
+        if stream
+        else fails(499, json.dumps(error).encode())
+    )
+    await router.generate(stream=stream)
+    (entry,) = await listing(router)
+    assert entry["code"] == "aborted"
+    assert not [name for name in await scrape(router) if name.startswith("tandem_router_failed_total")]
 
 
 async def test_what_runs_is_listed_first_and_counted_in_flight(router: RunningRouter, decode: MockWorker) -> None:
