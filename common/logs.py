@@ -29,6 +29,11 @@ def one_line(message: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
 
 
+def in_a_row(message: str) -> str:
+    """A message of several lines of our own, such as one with the last words of a process, for one line of the log."""
+    return " | ".join(line.strip() for line in message.split("\n"))
+
+
 class QuickLog:
     """Lines like those of `configure_logging`, for what is logged so often that `logging` costs too much (a third of
     its time). One thread writes. name: of the logger whose level counts, and which stands in the line."""

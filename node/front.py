@@ -34,7 +34,7 @@ from common.config import NodeConfig, Role, ServerConfig, check_node_config
 from common.errors import ConfigError, WorkerError
 from common.http_server import LimitedProtocol, num_open_answers
 from common.keys import KeyRing
-from common.logs import configure_logging
+from common.logs import configure_logging, in_a_row
 from common.net import is_loopback
 from common.tls import TlsConfig, server_context
 from common.tracing import Tracing, closing, open_tracing
@@ -216,7 +216,7 @@ class _Front:
         while True:
             limit_s = min(max(2 * limit_s, self.rank_return_s), RANK_START_S)
             error, served_s = await self._death(processes[rank], client, limit_s)
-            log.error(error.message)
+            log.error("%s", in_a_row(error.message))
             if not self._is_serving(client) or client.all_dead or self.stopping.is_set():
                 break
             wait_s = 0.0 if served_s > RESTART_WAIT_S else _longer(wait_s)
@@ -255,7 +255,7 @@ class _Front:
             try:
                 processes[rank] = await self._in_place_of_dead(rank, client)
             except WorkerError as error:
-                log.error("%s", error.message)
+                log.error("%s", in_a_row(error.message))
                 return False
         log.info("rank %d is started again (pid %d)", rank, processes[rank].pid)
         return True

@@ -537,7 +537,7 @@ class RankClient:
         link.ready, link.heard_s = ready, time.monotonic()
         link.ready_s = link.heard_s
         if was_dead:
-            log.warning("rank %d serves again (pid %d)", link.rank, link.pid)
+            log.info("rank %d serves again (pid %d)", link.rank, link.pid)
             self.on_return(link.rank, ready)
         if all(link.ready for link in self._links) and self._started is not None and not self._started.done():
             self._started.set_result(None)
@@ -633,7 +633,7 @@ class RankClient:
     def _on_pong(self, link: RankLink) -> None:
         link.heard_s = time.monotonic()
         if link.silence is not None:
-            log.warning("rank %d answers again", link.rank)
+            log.info("rank %d answers again", link.rank)
             link.silence = None
 
     def _sweep(self, oldest_s: float) -> None:

@@ -428,5 +428,7 @@ def _reason(error: BaseException) -> str:
     """Of the foreign exception only what names no address: clients see this."""
     if isinstance(error, ssl.SSLError):
         return f"TLS: {error.reason or type(error).__name__}"
+    if isinstance(error, socket.gaierror):
+        return "its host name does not resolve"
     number = error.errno if isinstance(error, OSError) else None
     return os.strerror(number) if number and number > 0 else type(error).__name__

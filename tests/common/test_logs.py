@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from common.logs import configure_logging, one_line
+from common.logs import configure_logging, in_a_row, one_line
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,8 @@ def test_a_record_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1].endswith("router ERROR x: failed") and lines[2].startswith("Traceback"), (
         "a traceback keeps its lines"
     )
+
+
+def test_lines_of_our_own_stand_in_a_row() -> None:
+    assert in_a_row("rank 1 ended\n  Traceback:\n  ValueError: x") == "rank 1 ended | Traceback: | ValueError: x"
+    assert in_a_row("one\x1b") == "one\x1b"

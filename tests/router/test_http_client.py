@@ -198,8 +198,11 @@ async def test_every_address_of_a_name_is_tried_and_a_refusal_is_told_from_the_r
         by_name = found.url.replace("127.0.0.1", "localhost")
         assert await (await found.network.send("GET", by_name)).read() == b"ok"
     network = HttpNetwork(RouterConfig())
-    for url, code in ((by_name, "worker_unavailable"), ("http://nowhere.invalid/", "worker_unreachable")):
-        with pytest.raises(WorkerError) as caught:
+    for url, code, said in (
+        (by_name, "worker_unavailable", "refused"),
+        ("http://nowhere.invalid/", "worker_unreachable", "its host name does not resolve"),
+    ):
+        with pytest.raises(WorkerError, match=said) as caught:
             await network.send("GET", url)
         assert caught.value.code == code
     await network.close()
