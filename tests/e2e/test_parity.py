@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from common.config import EngineConfig, TransportName
+from tests.support.models import FAMILIES, Models
 from tests.support.ranks import (
+    MODEL,
     Outcome,
     Request,
     Snapshots,
@@ -18,16 +21,22 @@ from tests.support.ranks import (
     unified_ranks,
 )
 
-CHUNK, PAGE, CONV = 64, 16, 4
-BOUNDARIES = [1, 2, 3, CONV, CONV + 1, PAGE - 1, PAGE, PAGE + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK,
-              2 * CHUNK + 1, 3 * CHUNK + 7]  # fmt: skip
+PAGE, CONV = 16, 4
+SMALL_CHUNK = 32  # of the families
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+
+
+def boundaries(c: int) -> list[int]:
+    """c: the model's chunk."""
+    of_chunk = [c - 1, c, c + 1, 2 * c - 1, 2 * c, 2 * c + 1, 3 * c + 7]
+    return [1, 2, 3, CONV, CONV + 1, PAGE - 1, PAGE, PAGE + 1, *of_chunk]
 
 
 def lengths(count: int, longest: int) -> list[int]:
     """Every boundary first, then odd lengths drawn evenly on a logarithmic scale up to `longest`."""
     rng = random.Random(7)
     drawn = [min(longest, int(2 ** rng.uniform(2, longest.bit_length())) | 1) for _ in range(count)]
-    return [*BOUNDARIES, *drawn][:count]
+    return [*boundaries(64), *drawn][:count]
 
 
 def requests(count: int, longest: int) -> list[Request]:
@@ -44,8 +53,16 @@ def engine(budget: int) -> EngineConfig:
     )
 
 
-def alone(tasks: list[Request]) -> list[Outcome]:
-    with unified_ranks(engine=engine(2048)) as ranks:
+def small_requests() -> list[Request]:
+    rng = random.Random(13)
+    return [
+        Request(prompt=[rng.randrange(3, 97) for _ in range(n)], max_new_tokens=rng.randint(3, 10))
+        for n in boundaries(SMALL_CHUNK)
+    ]
+
+
+def alone(tasks: list[Request], model: Path = MODEL) -> list[Outcome]:
+    with unified_ranks(model=model, engine=engine(2048)) as ranks:
         return [ranks.run([task])[0] for task in tasks]
 
 
@@ -64,13 +81,14 @@ def batched(ranks_of: object, tasks: list[Request], size: int, budget: int, chec
     return outcomes
 
 
-def compare(tasks: list[Request], budgets: list[int]) -> None:
-    reference = alone(tasks)
-    after_step = partial(disaggregated_ranks, disable_layerwise_transfer=True)
+def compare(tasks: list[Request], budgets: list[int], model: Path = MODEL) -> None:
+    reference = alone(tasks, model)
+    unified, apart = partial(unified_ranks, model=model), partial(disaggregated_ranks, model=model)
+    after_step = partial(apart, disable_layerwise_transfer=True)
     for size in (1, 16):
         for budget in budgets if size == 16 else [2048]:
-            for ranks_of in (unified_ranks, disaggregated_ranks, *([after_step] if budget == budgets[0] else [])):
-                is_pair = ranks_of is not unified_ranks
+            for ranks_of in (unified, apart, *([after_step] if budget == budgets[0] else [])):
+                is_pair = ranks_of is not unified
                 for got, expected in zip(batched(ranks_of, tasks, size, budget, is_pair), reference, strict=True):
                     assert_equivalent(got, expected)
 
@@ -78,6 +96,11 @@ def compare(tasks: list[Request], budgets: list[int]) -> None:
 @pytest.mark.timeout(300)
 def test_disaggregated_is_unified_is_alone() -> None:
     compare(requests(40, 700), [64, 512])
+
+
+@EACH_FAMILY
+def test_in_every_family(family: str, models: Models) -> None:
+    compare(small_requests(), [SMALL_CHUNK, 512], models(family, SMALL_CHUNK))
 
 
 @pytest.mark.slow
@@ -96,11 +119,13 @@ def test_over_mooncake_the_same_shape_gives_identical_answers() -> None:
             assert [t.logprob for t in outcome.tokens] == [t.logprob for t in expected.tokens]
 
 
-def test_retraction_on_decode_changes_no_answer() -> None:
+@EACH_FAMILY
+def test_retraction_on_decode_changes_no_answer(family: str, models: Models) -> None:
+    model = models(family, SMALL_CHUNK)
     tasks = [Request(prompt=list(range(10 + i, 60 + i)), max_new_tokens=60) for i in range(6)]
-    reference = alone(tasks)
+    reference = alone(tasks, model)
     small = EngineConfig(max_total_tokens=400, max_state_slots=8, max_running_requests=6)
-    with disaggregated_ranks(engine=small) as ranks:
+    with disaggregated_ranks(model=model, engine=small) as ranks:
         outcomes = ranks.run(tasks)
         assert ranks.decode.host.scheduler.counters.retractions > 0
         ranks.assert_all_free()

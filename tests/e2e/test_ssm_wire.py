@@ -8,20 +8,22 @@ import pytest
 import torch
 
 from common.config import DType, EngineConfig
+from tests.support.models import FAMILIES, Models
 from tests.support.ranks import Request, Snapshots, assert_equivalent, disaggregated_ranks, unified_ranks
 
 ENGINE = EngineConfig(max_total_tokens=16384, max_state_slots=24, max_running_requests=20, local_prefill_max_tokens=0)
 LOGPROB = 0.05  # of random tokens, where the model is sure of nothing; bench/ssm_wire.py has the figures
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layerwise", [False, True])
-def test_decode_goes_on_from_the_rounded_state(layerwise: bool) -> None:
-    rng = random.Random(3)
-    tasks = [Request(prompt=[rng.randrange(3, 1024) for _ in range(n)], max_new_tokens=16) for n in (5, 64, 150, 700)]
-    with unified_ranks(engine=ENGINE) as ranks:
+def test_decode_goes_on_from_the_rounded_state(layerwise: bool, family: str, models: Models) -> None:
+    rng, model = random.Random(3), models(family, 16)
+    tasks = [Request(prompt=[rng.randrange(3, 97) for _ in range(n)], max_new_tokens=16) for n in (5, 64, 150, 700)]
+    with unified_ranks(model=model, engine=ENGINE) as ranks:
         expected = ranks.run(tasks)
     with disaggregated_ranks(
-        engine=ENGINE, ssm_wire_dtype=DType.BFLOAT16, disable_layerwise_transfer=not layerwise
+        model=model, engine=ENGINE, ssm_wire_dtype=DType.BFLOAT16, disable_layerwise_transfer=not layerwise
     ) as ranks:
         snapshots = Snapshots()
         snapshots.watch(ranks.prefill, ranks.decode)
