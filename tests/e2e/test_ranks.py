@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.models import FAMILIES, Models
 from tests.support.stack import Server, free_port, generate, node, running, wait_healthy
 
 pytestmark = pytest.mark.slow
@@ -23,15 +24,17 @@ def states(server: Server) -> list[dict[str, Any]]:
 
 
 def prompt(place: int) -> list[int]:
-    return [(11 * i + place) % 400 + 100 for i in range(200)]
+    return [(11 * i + place) % 90 + 3 for i in range(200)]
 
 
-def test_a_router_chooses_the_ranks_of_both_nodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_router_chooses_the_ranks_of_both_nodes(family: str, models: Models, tmp_path: Path) -> None:
+    of_model = ("--model-path", str(models(family, 16)))
     with ExitStack() as exits:
         bootstrap_port, port = free_port(), free_port()
-        prefill = exits.enter_context(node("prefill", tmp_path, TWO_RANKS, bootstrap_port=bootstrap_port))
-        decode = exits.enter_context(node("decode", tmp_path, TWO_RANKS))
-        unified = exits.enter_context(node("unified", tmp_path))
+        prefill = exits.enter_context(node("prefill", tmp_path, (*of_model, *TWO_RANKS), bootstrap_port=bootstrap_port))
+        decode = exits.enter_context(node("decode", tmp_path, (*of_model, *TWO_RANKS)))
+        unified = exits.enter_context(node("unified", tmp_path, of_model))
         arguments = ["router", "--port", str(port), "--prefill", prefill.url, str(bootstrap_port)]
         arguments += ["--decode", decode.url]
         router = exits.enter_context(running("router", arguments, f"http://127.0.0.1:{port}", tmp_path))
