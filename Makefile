@@ -21,7 +21,7 @@ help:
 	@echo "make serve      router on 127.0.0.1:$(PORT), one prefill and one decode node, and a first question"
 	@echo "make test       the tests;  make test-slow, make test-gpu: those that take minutes, those that need a GPU"
 	@echo "make test-rdma  the hand-off over RDMA verbs, without hardware: Soft-RoCE in a virtual machine (root, the first time)"
-	@echo "make test-compose  images are built and deploy/compose.yaml is run, by docker (BASE_IMAGE=... to build on)"
+	@echo "make test-compose  images are built and deploy/compose.yaml is run, by docker (BASE_IMAGE=... to build on); images stay"
 	@echo "make check      format, lint and types;  make fmt: repair the first two"
 	@echo "make bench      every benchmark; results go to bench/results/"
 	@echo "make bench-router: CPU time and first bytes of the router beside sglang-router and mini_lb (PEER_PYTHON=...)"

@@ -159,6 +159,7 @@ def check(stack: Stack) -> None:
     if ask(stack)[0] != 401:
         raise FailedError("a request without a key was not refused")
     identities(stack)
+    doctors(stack)
     stack("exec", "-T", "prefill", "python3", "-c", KILL_FRONT)
     wait("prefill started again", lambda: restarts(stack, "prefill") == 1)
     wait("prefill healthy again", lambda: is_healthy(stack, "prefill"))
@@ -169,11 +170,30 @@ def check(stack: Stack) -> None:
 
 
 def identities(stack: Stack) -> None:
-    """Every container tells peers an address of its own, and runs as nobody's root."""
+    """Every container tells peers an address of its own, and its name, and runs as nobody's root."""
     names = {service: stack("exec", "-T", service, "hostname").strip() for service in NODES}
     users = {service: stack("exec", "-T", service, "id", "-u").strip() for service in (*NODES, "router")}
     if names != {service: service for service in NODES} or set(users.values()) != {"10001"}:
         raise FailedError(f"names {names}, users {users}")
+    key = {"authorization": f"Bearer {stack.admin_key}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{stack.url}/server_info", headers=key), timeout=10) as info:
+        told = info.read().decode()
+    if not any(f'"{name}:30000/0"' in told for name in NODES[1:]):
+        raise FailedError(f"no decode node is called by its name: {told}")
+
+
+def doctors(stack: Stack) -> None:
+    """What README.md shows: before a node starts, and in the router that runs."""
+    keys = ("--cluster-key-file=/run/secrets/cluster_key", "--api-key-file=/run/secrets/api_keys")
+    hosts = ("--host=0.0.0.0", "--bootstrap-host=0.0.0.0", "--transfer-host=prefill")
+    said = stack("run", "--rm", "-T", "prefill", "doctor", "--role", "prefill", *hosts, *keys)
+    nodes = ("--prefill", "http://prefill:30000", "8998", "--decode", "http://decode-1:30000")
+    nodes += ("--decode", "http://decode-2:30000", keys[1], "--worker-api-key-file=/run/secrets/api_keys")
+    said += stack("exec", "-T", "router", "tandem", "doctor", "--role", "router", "--port", "0", *nodes)
+    wrong = [line for line in said.splitlines() if line.startswith(("error", "warning"))]
+    if wrong:
+        raise FailedError("\n".join(wrong))
+    say("the doctors of a node and of the router find no fault")
 
 
 def leftovers() -> list[str]:
@@ -186,6 +206,7 @@ def leftovers() -> list[str]:
 def build(stack: Stack) -> None:
     for service in ("router", "prefill"):  # one at a time; the decode nodes are of prefill's image
         started = time.monotonic()
+        say(f"building {service}'s image (minutes the first time; what is printed is shown when it fails)")
         stack("build", service)
         image = stack.environment["TANDEM_ROUTER_IMAGE" if service == "router" else "TANDEM_NODE_IMAGE"]
         size = int(output(["docker", "image", "inspect", "--format", "{{.Size}}", image]))
@@ -251,7 +272,7 @@ def main() -> int:
     except FailedError as error:
         say(f"FAILED: {error}")
         return 1
-    say("PASSED")
+    say("PASSED; the images stay, for the next time: docker image ls 'tandem-*'")
     return 0
 
 
