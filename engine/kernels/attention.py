@@ -41,7 +41,7 @@ def prepare_attention(
     _, pages, page_size, kv_heads, dim = kv.shape
     out = torch.empty(qkv.shape[0], heads * dim, dtype=qkv.dtype, device=qkv.device)
     tokens, block = min(_TOKENS, padded(rows.longest)), padded(dim)
-    _prepare[(triton.cdiv(rows.longest, tokens), heads + 2 * kv_heads, rows.count)](
+    _turn_and_write[(triton.cdiv(rows.longest, tokens), heads + 2 * kv_heads, rows.count)](
         qkv,
         qkv.stride(0),
         out,
@@ -185,7 +185,7 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _prepare(
+def _turn_and_write(
     qkv,
     qkv_stride,
     out,

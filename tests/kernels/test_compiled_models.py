@@ -25,9 +25,9 @@ ALWAYS = {
     "_gated_silu",
 }
 OWN = {
-    "falcon_h1_34b": {"_scan", "_scan_step", "_prepare"},
+    "falcon_h1_34b": {"_scan", "_scan_step", "_turn_and_write"},
     "granite_4_small": {"_scan", "_scan_step", "_gated_rms_norm", "_write_kv"},
-    "qwen3_next_80b": {"_prepare", "_advance", "_step", "_head_rms_norm_gated"},
+    "qwen3_next_80b": {"_turn_and_write", "_prepare", "_advance", "_step", "_head_rms_norm_gated"},
 }
 
 
