@@ -12,7 +12,10 @@ import torch
 
 from tests.support.stack import REPO
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are run on the card")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are run on the card"),
+    pytest.mark.timeout(400),
+]
 PROGRAM_BYTES = 227 * 1024
 ALWAYS = {
     "_embed",
