@@ -457,6 +457,8 @@ def test_old_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         return [check.status for check in checks]
 
     assert found() == [Status.ERROR] * 3
+    there["torch"] = "2.13.0+cpu"
+    assert "-c deploy/constraints-gpu.txt -e '.[cuda13,gpu]'" in (versions.check_torch(True).fix or "")
     there.update({"torch": "2.13.0+cpu", "triton": "3.9.0", "mooncake-transfer-engine-non-cuda": "0.3.13.post1"})
     assert found() == [Status.ERROR, Status.WARNING, Status.OK]
     there.update({"torch": "2.13.0+cu130", "triton": "3.7.0"})
@@ -710,7 +712,9 @@ def serving(*arguments: str, launcher: tuple[str, ...] = ()) -> Iterator[tuple[s
     )
     try:
         assert process.stdout is not None
-        host, _, port = process.stdout.readline().decode().partition(" at ")[2].partition(";")[0].partition(":")
+        said = process.stdout.readline().decode()
+        host, _, port = said.partition(" at ")[2].partition(";")[0].partition(":")
+        assert ("; on this host" if host == "127.0.0.1" else "; on another") in said
         yield host, int(port)
     finally:
         process.send_signal(signal.SIGTERM)

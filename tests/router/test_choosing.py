@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from common.config import PolicyName
+from router.affinity import Affinity
 from router.in_flight import InFlight
 from tests.router.mocks import MockWorker, RunningRouter, answer_at_once, config_of, fails, never, run_router
 
@@ -292,6 +293,15 @@ async def test_a_prefill_worker_with_one_rank_is_not_told_of_decode_s() -> None:
         prefill, decode = await running.ask(routed_dp_rank=1)
         assert running.prefill[prefill].bodies[0]["routed_dp_rank"] is None
         assert running.decode[decode].bodies[0]["routed_dp_rank"] == 1
+
+
+@pytest.mark.parametrize("num_ranks", [(1, 1), (1, 2)])
+async def test_logs_name_the_rank_of_a_node_that_has_several(num_ranks: tuple[int, int]) -> None:
+    async with fleet(num_ranks=num_ranks) as running:
+        fields = {"text": "a", "routed_dp_rank": num_ranks[1] - 1}
+        pair = running.router.state.workers.pick(Affinity(fields, num_sequences=1))
+        rank = "#1" if num_ranks[1] > 1 else ""
+        assert pair.where == f"{pair.prefill.url} and {pair.decode.url}{rank}"
 
 
 async def test_the_record_names_the_ranks_that_served() -> None:
