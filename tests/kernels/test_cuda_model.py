@@ -51,7 +51,7 @@ SHAPES = {
 }
 
 FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
-    "nemotron_3": partial(nemotron_3, "M*E", 8),
+    "nemotron_3": partial(nemotron_3, "ME", 8),
     "nemotron_3_latent": partial(nemotron_3, "EM", 16, moe_latent_size=20, n_group=4, topk_group=2, bias=True),
     "falcon_h1": partial(falcon_h1, 1, 8, **FALCON_MULTIPLIERS),
     "falcon_h1_normed": partial(
@@ -66,7 +66,7 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
         **FALCON_BIASES,
     ),
     "granite": partial(granite, "ma", 8, position_embedding_type="rope", **SPARSE),
-    "granite_dense": partial(granite, "ma", 16),
+    "granite_dense": partial(granite, "m", 16),
     "qwen3_next": partial(
         qwen3_next, 2, 8, layer_types=["linear_attention", "full_attention"], mlp_only_layers=[1], hidden_size=40
     ),
