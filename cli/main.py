@@ -16,7 +16,7 @@ import click
 from cli.compare import compare
 from cli.doctor.command import doctor
 from cli.gate.commands import gate
-from cli.installed import NODE_INSTALL, is_installed
+from cli.installed import NODE_INSTALL, is_installed, require_nodes
 from cli.lifeline import die_with_parent, parent_pid_option
 from cli.numbers import POSITIVE_SECONDS
 from cli.router import PREFILL_USAGE, router
@@ -71,6 +71,7 @@ def _node_command(role: Role, about: str) -> None:
             serve_sglang(role, values)
             return
         refuse_sglang_options()
+        require_nodes(role.value)
         config = check_node_config(node_config(role, values))
         die_with_parent(parent_pid)
         from node.front import serve
