@@ -274,7 +274,6 @@ def run_all(wanted: dict[str, Row], bench: Bench, found: Figures, out: Path) -> 
         for name in (name for name, row in wanted.items() if row.group == group):
             found[name] = run(name, wanted[name], bench)
             write_result(NAME, found, out)
-        bench.servers.keep_logs(out / f"{NAME}.log")
 
 
 def estimate(wanted: dict[str, Row]) -> str:
@@ -359,7 +358,10 @@ def main() -> int:
         wanted = {name: row for name, row in wanted.items() if "failed" in found.get(name, {"failed": ""})}
         print(estimate(wanted), file=sys.stderr, flush=True)
         with Servers(scale, folder) as servers:
-            run_all(wanted, Bench(servers=servers, scale=scale, folder=folder), found, arguments.out)
+            try:
+                run_all(wanted, Bench(servers=servers, scale=scale, folder=folder), found, arguments.out)
+            finally:
+                servers.keep_logs(arguments.out / f"{NAME}.log")
     show(found)
     return 0 if all(figures.get("holds", "failed" not in figures) for figures in found.values()) else 1
 

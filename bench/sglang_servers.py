@@ -131,7 +131,7 @@ def card(python: str, models: Models) -> Scale:
             **_native_pair((*native, *few, "--max-mamba-cache-size", "24")),
         },
         same_weights="plain",
-        start_s=150.0,
+        start_s=240.0,
         prompts=32,
         new_tokens=48,
         questions=64,
@@ -327,6 +327,7 @@ class Servers:
 
     def keep_logs(self, path: Path) -> None:
         """The last lines of all, those that have ended too."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as kept:
             for log in sorted(self.folder.glob("*.log")):
                 lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
