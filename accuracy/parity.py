@@ -7,13 +7,14 @@ prefix hit, and `hits` sets answers after hits against the others.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from accuracy.client import Client
-from accuracy.paired import first_difference
+from accuracy.paired import SIGNIFICANCE, first_difference
 from accuracy.prompts import Prompt
 
 ALTERNATIVES = 8
@@ -50,9 +51,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hits(msgspec.Struct, frozen=True, kw_only=True):
-    """Answers of one run after a prefix hit and without one, and how many of them are different (not near ties)."""
+    """Answers after a prefix hit and without one, and how many of them are different (not near ties)."""
 
-    run: str
     hits: int
     different_hits: int
     others: int
@@ -60,17 +60,18 @@ class Hits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def are_suspected(self) -> bool:
-        """Whether answers are wrong after hits, and more often than without one."""
-        return self.different_hits * self.others > self.different_others * self.hits or (
-            self.different_hits > 0 and self.others == 0
+        """Whether hits differ more often than chance would have it, at 5 %: Fisher's exact test, one-sided."""
+        different, count = self.different_hits + self.different_others, self.hits + self.others
+        ways = sum(
+            math.comb(self.hits, k) * math.comb(self.others, different - k)
+            for k in range(self.different_hits, min(self.hits, different) + 1)
         )
+        return ways < SIGNIFICANCE * math.comb(count, different)
 
 
-def hits(run: str, found: Sequence[Comparison]) -> Hits:
-    """found: of all runs."""
-    own = [(one.prefix_hit, one.likeness is Likeness.DIFFERENT) for one in found if one.run == run]
+def hits(found: Sequence[Comparison]) -> Hits:
+    own = [(one.prefix_hit, one.likeness is Likeness.DIFFERENT) for one in found]
     return Hits(
-        run=run,
         hits=sum(hit for hit, _ in own),
         different_hits=sum(hit and differs for hit, differs in own),
         others=sum(not hit for hit, _ in own),

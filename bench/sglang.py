@@ -43,7 +43,8 @@ from bench.sglang_speed import ratios, speed
 from tests.support.stack import MODEL, REPO
 
 NAME = "sglang"
-TIE, KL_BOUND = "0.12", 0.002
+TIE, KL_BOUND = "0.3", 0.002
+"""The small model's largest logits are above 16, where one step of bfloat16 is 0.125; a wrong state is off by 2."""
 COMMAND_S = 150.0
 Figures = dict[str, Any]
 

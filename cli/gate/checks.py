@@ -63,7 +63,7 @@ async def parity(
         largest = max((one.logprob_difference for one in own), default=0.0)
         words = ", ".join(f"{count} {likeness}" for likeness, count in counts.items())
         click.echo(f"{run}: {words}; largest difference of a log-probability before that {largest:.2e}")
-        click.echo(_hits_line(hits(run, found)))
+    click.echo(_hits_line(hits(found)))
     different = [one for one in found if one.likeness is Likeness.DIFFERENT]
     for one in different:
         click.echo(difference_line(one))
@@ -73,7 +73,7 @@ async def parity(
 
 def _hits_line(found: Hits) -> str:
     line = (
-        f"{found.run}: {found.different_hits} of {found.hits} answers after a prefix hit are different, "
+        f"both runs: {found.different_hits} of {found.hits} answers after a prefix hit are different, "
         f"{found.different_others} of {found.others} without one"
     )
     return line + (": what the prefix cache has saved is wrong" if found.are_suspected else "")
