@@ -134,8 +134,8 @@ class Posting:
             self._digests = self._digesting.digests() | {METADATA: metadata_digest(self.payload, self._verify)}
 
     def _is_complete(self) -> bool:
-        """The final state of every layer was sent, and equally many pages."""
-        return not self._no_state and len(set(self._next_page.values())) <= 1
+        """The final state of every layer was sent, and every page that decode has a place for."""
+        return not self._no_state and all(page == len(self._offer.pages) for page in self._next_page.values())
 
     def landed(self, done: Round) -> Landed:
         """That a round is written, for decode to hash while this side goes on."""
@@ -216,7 +216,7 @@ class Posting:
 
     def _finish(self, metadata: HandoffMetadata) -> None:
         """Every layer must have had everything before decode is told so."""
-        behind = {layer for layer, page in self._next_page.items() if page != self._num_pages()} | self._no_state
+        behind = {layer for layer, page in self._next_page.items() if page != len(self._offer.pages)} | self._no_state
         if self._track is TrackState.RECEIVED:
             behind |= self._no_track
         if behind:

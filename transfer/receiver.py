@@ -435,9 +435,9 @@ class DecodeTransfer:
 
     def _check(self, lease: Lease, message: Commit) -> HandoffMetadata:
         """Compare every part's digest. Raises TransferError: `digest_mismatch` naming the parts, `bad_metadata`."""
-        cached, filled = lease.open.num_cached_pages, message.num_pages
-        if not cached <= filled <= len(lease.open.pages):
-            raise TransferError(f"room {lease.room}: {filled} pages were committed", code="bad_metadata")
+        filled, wanted = message.num_pages, len(lease.open.pages)
+        if filled != wanted:
+            raise TransferError(f"room {lease.room}: {filled} of {wanted} pages were committed", code="bad_metadata")
         self._transport.settle()
         if lease.incoming is not None:
             found = lease.incoming.digests(filled, message.track is TrackState.RECEIVED, message.metadata)

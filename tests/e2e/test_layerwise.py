@@ -228,9 +228,9 @@ def test_a_layer_that_leaves_too_early_is_noticed(family: str, models: Models) -
 
 @EACH_FAMILY
 def test_a_layer_that_is_not_reported_fails_its_request(family: str, models: Models) -> None:
-    """Of keys and values it is seen that a layer has fewer than the others: not, where there is one such layer."""
+    """Also the only layer with keys and values, which no other one can be compared with."""
     model = models(family, CHUNK)
-    for layer in read_config(str(model)).state_layers:
+    for layer in layers_with_state(model):
         with pytest.MonkeyPatch.context() as patch, disaggregated_ranks(model=model, engine=engine()) as ranks:
             never_reported(patch, layer)
             (outcome,) = ranks.run([Request(prompt=prompt(100))])
