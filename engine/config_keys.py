@@ -10,6 +10,10 @@ from typing import Any
 
 from common.errors import ConfigError
 
+LARGEST = 2**31 - 1
+MOST_LAYERS = 10_000
+_TOLD_CHARACTERS = 200
+
 
 class Keys:
     """The keys of one JSON file. A key that is null counts as missing."""
@@ -18,9 +22,11 @@ class Keys:
         self.path = path
         self.values = values
 
-    def error(self, key: str, allowed: str) -> ConfigError:
-        found = json.dumps(self.values[key], default=str) if key in self.values else "missing"
-        return ConfigError(f"{self.path}: {key} is {found}; {allowed}", param=key)
+    def error(self, key: str, allowed: str, found: object = None) -> ConfigError:
+        """found: the value, where it is not the one under the key."""
+        value = self.values.get(key) if found is None else found
+        told = "missing" if value is None and key not in self.values else _told(value)
+        return ConfigError(f"{self.path}: {key} is {told}; {allowed}", param=key)
 
     def text(self, key: str) -> str:
         value = self.values.get(key)
@@ -34,9 +40,16 @@ class Keys:
         value = self.values.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(key, "a positive integer is needed")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+            raise self.error(key, f"a positive integer is needed, up to {LARGEST}")
         return value
+
+    def layers(self) -> int:
+        """`num_hidden_layers`, where the layers are listed nowhere."""
+        layers = self.count("num_hidden_layers")
+        if layers > MOST_LAYERS:
+            raise self.error("num_hidden_layers", f"at most {MOST_LAYERS}")
+        return layers
 
     def number(self, key: str, default: float | None = None) -> float:
         if self.values.get(key) is None and default is not None:
@@ -71,6 +84,15 @@ class Keys:
         return value
 
 
+def _told(value: object) -> str:
+    """A value as JSON, short."""
+    try:
+        text = json.dumps(value, default=str)
+    except (ValueError, RecursionError):  # too many digits, or brackets
+        return "too long to be told"
+    return text if len(text) <= _TOLD_CHARACTERS else text[:_TOLD_CHARACTERS] + "…"
+
+
 def as_float(value: object) -> float | None:
     """A number, also in the form {"__float__": "Infinity"} that transformers writes; None when it is not one."""
     if isinstance(value, dict) and set(value) == {"__float__"}:
@@ -78,7 +100,10 @@ def as_float(value: object) -> float | None:
         return {"Infinity": math.inf, "-Infinity": -math.inf}.get(str(value))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -86,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}", param="model_path") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON ({error})", param="model_path") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a JSON object is needed", param="model_path")
@@ -105,7 +130,7 @@ def read_time_step_limit(keys: Keys) -> tuple[float, float]:
     raise keys.error("time_step_limit", "two numbers, 0 <= low < high, are needed")
 
 
-def read_eos(folder: Path, keys: Keys) -> tuple[int, ...]:
+def read_eos(folder: Path, keys: Keys, vocab_size: int) -> tuple[int, ...]:
     """Every token that ends an answer. The generation config wins over the config, as in transformers."""
     path = folder / "generation_config.json"
     if path.is_file():
@@ -114,6 +139,6 @@ def read_eos(folder: Path, keys: Keys) -> tuple[int, ...]:
             keys = generation
     value = keys.values.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise keys.error("eos_token_id", "a token id or a list of them is needed")
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in ids):
+        raise keys.error("eos_token_id", f"a token id or a list of them is needed, below vocab_size ({vocab_size})")
     return tuple(ids)

@@ -19,19 +19,20 @@ def read(keys: Keys, folder: Path) -> HybridConfig:
     keys.only("hidden_act", "silu", "swish")
     mamba, head_dim = _read_mamba(keys), read_head_dim(keys)
     # Keys are kept without their multiplier, and attention reads the normed input without its own.
-    scale = head_dim**-0.5 * keys.number("key_multiplier", 1.0) * keys.number("attention_in_multiplier", 1.0) ** 2
+    attention_in = keys.number("attention_in_multiplier", 1.0)
+    scale = head_dim**-0.5 * keys.number("key_multiplier", 1.0) * attention_in * attention_in
     return HybridConfig(
         model="falcon_h1",
-        layers=(LayerKind.PARALLEL, LayerKind.MLP) * keys.count("num_hidden_layers"),
+        layers=(LayerKind.PARALLEL, LayerKind.MLP) * keys.layers(),
         vocab_size=keys.count("vocab_size"),
         hidden_size=keys.count("hidden_size"),
         max_position_embeddings=keys.count("max_position_embeddings"),
-        eos_token_ids=read_eos(folder, keys),
+        eos_token_ids=read_eos(folder, keys, keys.count("vocab_size")),
         norm_eps=keys.number("rms_norm_eps", 1e-5),
         tie_word_embeddings=keys.flag("tie_word_embeddings", False),
         embedding_multiplier=keys.number("embedding_multiplier", 1.0),
         recurrence=mamba,
-        attention=read_attention(keys, head_dim, scale=scale, rotary=True, qk_norm=False, output_gate=False),
+        attention=read_attention(keys, head_dim, scale=scale, rotary=1.0, qk_norm=False, output_gate=False),
         mlp=MlpConfig(
             intermediate_size=keys.count("intermediate_size"),
             activation=Activation.GATED_SILU,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,9 +13,10 @@ from engine.config_keys import Keys, as_float, read_time_step_limit
 from engine.model_config import Adjustment, AttentionConfig, GateNorm, HybridConfig, LayerKind, Mamba2Config
 
 DEFAULT_CHUNK = 256
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+NUMBER = "0|[1-9][0-9]{0,8}"
+_LAYER = re.compile(rf"model\.layers\.({NUMBER})\.(.+)")
 _WHOLE = {"model.embed_tokens.weight": "embeddings.weight", "lm_head.weight": "lm_head.weight"}
-_EXPERT = re.compile(r"experts\.(\d+)\.(.+)")
+_EXPERT = re.compile(rf"experts\.({NUMBER})\.(.+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,14 +114,13 @@ def read_conv_kernel(keys: Keys, *names: str, default: int | None = None) -> int
 
 
 def read_attention(
-    keys: Keys, head_dim: int, *, scale: float | None, rotary: bool, qk_norm: bool, output_gate: bool
+    keys: Keys, head_dim: int, *, scale: float | None, rotary: float, qk_norm: bool, output_gate: bool
 ) -> AttentionConfig:
-    """scale None: 1 / sqrt(head_dim)."""
+    """scale None: 1 / sqrt(head_dim). rotary: the share of a head that is rotated."""
     heads = keys.count("num_attention_heads")
     kv_heads = keys.count("num_key_value_heads", default=heads)
     check_divides(keys, "num_key_value_heads", kv_heads, "num_attention_heads", heads)
-    theta, share = _read_rope(keys) if rotary else (1.0, 0.0)
-    rotary_dim = int(head_dim * share)
+    rotary_dim = int(head_dim * rotary)
     if rotary_dim % 2:
         raise keys.error("head_dim", f"{rotary_dim} dimensions are rotated, an even number is needed")
     return AttentionConfig(
@@ -129,7 +130,7 @@ def read_attention(
         bias=keys.flag("attention_bias", False),
         scale=head_dim**-0.5 if scale is None else scale,
         rotary_dim=rotary_dim,
-        rope_theta=theta,
+        rope_theta=_read_theta(keys) if rotary_dim else 1.0,
         qk_norm=qk_norm,
         output_gate=output_gate,
     )
@@ -148,21 +149,33 @@ def check_divides(keys: Keys, key: str, value: int, other: str, whole: int) -> N
         raise keys.error(key, f"it must divide {other} ({whole})")
 
 
-def _read_rope(keys: Keys) -> tuple[float, float]:
-    """(theta, rotated share of a head). In `rope_parameters`, or in keys of their own as older files have them."""
-    for name in ("rope_parameters", "rope_scaling"):
+def read_rotary_share(keys: Keys, default: float) -> float:
+    """`partial_rotary_factor`: the share of a head that is rotated."""
+    found = _rope_keys(keys).get("partial_rotary_factor", default)
+    share = as_float(found)
+    if share is None or not 0 < share <= 1:
+        raise keys.error("partial_rotary_factor", "a number above 0 and up to 1 is needed", found)
+    return share
+
+
+def _read_theta(keys: Keys) -> float:
+    found = _rope_keys(keys).get("rope_theta", 10000.0)
+    theta = as_float(found)
+    if theta is None or not 0 < theta < math.inf:
+        raise keys.error("rope_theta", "a positive number is needed", found)
+    return theta
+
+
+def _rope_keys(keys: Keys) -> dict[str, Any]:
+    """Those of `rope_parameters`, or of `rope_scaling` and of keys of their own, as older files have them."""
+    found = dict(keys.values)
+    for name in ("rope_scaling", "rope_parameters"):
         value = keys.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise keys.error(name, "an object is needed")
         if value and value.get("rope_type", value.get("type", "default")) != "default":
             raise keys.error(name, "this engine runs the default rotary embedding")
-    found: dict[str, Any] = {**keys.values, **(keys.values.get("rope_parameters") or {})}
-    theta, share = (as_float(found.get(name, default)) for name, default in _ROPE_DEFAULTS)
-    if theta is None or theta <= 0:
-        raise keys.error("rope_theta", "a positive number is needed")
-    if share is None or not 0 < share <= 1:
-        raise keys.error("partial_rotary_factor", "a number above 0 and up to 1 is needed")
-    return theta, share
-
-
-_ROPE_DEFAULTS = (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0))
+        if value and any(isinstance(each, dict) for each in value.values()):
+            raise keys.error(name, "this engine runs one rotary embedding for all layers")
+        found |= value or {}
+    return {key: value for key, value in found.items() if value is not None}

@@ -6,7 +6,15 @@ import re
 from pathlib import Path
 
 from engine.config_keys import Keys, read_eos, read_time_step_limit
-from engine.families.family import DEFAULT_CHUNK, Place, check_divides, place_in_mixer, read_attention, read_conv_kernel
+from engine.families.family import (
+    DEFAULT_CHUNK,
+    NUMBER,
+    Place,
+    check_divides,
+    place_in_mixer,
+    read_attention,
+    read_conv_kernel,
+)
 from engine.model_config import (
     Activation,
     AttentionConfig,
@@ -20,7 +28,7 @@ from engine.model_config import (
 )
 
 _PREFIXES = ("backbone.", "model.")
-_MIXER = re.compile(r"layers\.(\d+)\.mixer\.(.+)")
+_MIXER = re.compile(rf"layers\.({NUMBER})\.mixer\.(.+)")
 _OURS = {"gate.": "router.", "shared_experts.": "shared."}
 _OTHER_NAMES = {"embedding.weight": "embeddings.weight"}
 _LETTERS = (LayerKind.MAMBA, LayerKind.ATTENTION, LayerKind.MLP, LayerKind.MOE)
@@ -46,7 +54,7 @@ def read(keys: Keys, folder: Path) -> HybridConfig:
         vocab_size=keys.count("vocab_size"),
         hidden_size=keys.count("hidden_size"),
         max_position_embeddings=keys.count("max_position_embeddings"),
-        eos_token_ids=read_eos(folder, keys),
+        eos_token_ids=read_eos(folder, keys, keys.count("vocab_size")),
         norm_eps=keys.number("layer_norm_epsilon"),
         tie_word_embeddings=keys.flag("tie_word_embeddings", False),
         embedding_multiplier=1.0,
@@ -87,7 +95,7 @@ def _read_layers(keys: Keys) -> tuple[LayerKind, ...]:
     value = keys.values.get(key)
     if not isinstance(value, str | list) or not value:
         raise keys.error(key, "a pattern of M, *, - and E is needed")
-    letters = [_LIST_NAMES.get(name, str(name)) for name in value] if isinstance(value, list) else list(value)
+    letters = [_LIST_NAMES.get(str(name), str(name)) for name in value] if isinstance(value, list) else list(value)
     for letter in letters:
         if letter not in _LETTERS:
             raise keys.error(key, f"{letter!r} is not one of {', '.join(_LETTERS)}")
@@ -118,7 +126,7 @@ def _read_mamba(keys: Keys) -> Mamba2Config:
 def _read_attention(keys: Keys) -> AttentionConfig:
     keys.count("num_key_value_heads")  # there is no default
     head_dim = keys.count("head_dim", "attention_head_dim")
-    return read_attention(keys, head_dim, scale=None, rotary=False, qk_norm=False, output_gate=False)
+    return read_attention(keys, head_dim, scale=None, rotary=0.0, qk_norm=False, output_gate=False)
 
 
 def _read_mlp(keys: Keys, bias: bool) -> MlpConfig:

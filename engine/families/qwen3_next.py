@@ -14,12 +14,13 @@ from engine.families.family import (
     place_of_pair,
     read_attention,
     read_conv_kernel,
-    read_head_dim,
     read_layer_types,
+    read_rotary_share,
 )
 from engine.model_config import (
     Activation,
     Adjustment,
+    AttentionConfig,
     GatedDeltaConfig,
     HybridConfig,
     LayerKind,
@@ -28,6 +29,8 @@ from engine.model_config import (
     Router,
 )
 
+HEAD_DIM = 256  # unless `head_dim` says otherwise
+ROTARY_SHARE = 0.25  # of a head, unless `partial_rotary_factor` says otherwise
 DEFAULT_CHUNK = 64  # published models do not say; their kernels fix it
 _KINDS = {"linear_attention": LayerKind.GATED_DELTA, "full_attention": LayerKind.ATTENTION}
 _MIXERS = {
@@ -50,12 +53,12 @@ def read(keys: Keys, folder: Path) -> HybridConfig:
         vocab_size=keys.count("vocab_size"),
         hidden_size=keys.count("hidden_size"),
         max_position_embeddings=keys.count("max_position_embeddings"),
-        eos_token_ids=read_eos(folder, keys),
+        eos_token_ids=read_eos(folder, keys, keys.count("vocab_size")),
         norm_eps=keys.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=keys.flag("tie_word_embeddings", False),
         embedding_multiplier=1.0,
         recurrence=_read_recurrence(keys),
-        attention=read_attention(keys, read_head_dim(keys), scale=None, rotary=True, qk_norm=True, output_gate=True),
+        attention=_read_attention(keys),
         mlp=_read_mlp(keys) if LayerKind.MLP in layers else None,
         moe=_read_moe(keys) if LayerKind.MOE in layers else None,
         adjustments=(
@@ -74,8 +77,7 @@ def _read_mixers(keys: Keys) -> tuple[LayerKind, ...]:
         return read_layer_types(keys, _KINDS)
     interval = keys.count("full_attention_interval", default=4)
     return tuple(
-        LayerKind.GATED_DELTA if (layer + 1) % interval else LayerKind.ATTENTION
-        for layer in range(keys.count("num_hidden_layers"))
+        LayerKind.GATED_DELTA if (layer + 1) % interval else LayerKind.ATTENTION for layer in range(keys.layers())
     )
 
 
@@ -89,6 +91,11 @@ def _read_mlps(keys: Keys, count: int) -> tuple[LayerKind, ...]:
         LayerKind.MOE if sparse and layer not in dense and (layer + 1) % step == 0 else LayerKind.MLP
         for layer in range(count)
     )
+
+
+def _read_attention(keys: Keys) -> AttentionConfig:
+    share, head_dim = read_rotary_share(keys, ROTARY_SHARE), keys.count("head_dim", default=HEAD_DIM)
+    return read_attention(keys, head_dim, scale=None, rotary=share, qk_norm=True, output_gate=True)
 
 
 def _read_recurrence(keys: Keys) -> GatedDeltaConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -89,8 +90,20 @@ def test_the_architecture_of_qwen(folders: Folders, copied: Folders) -> None:
 
 
 def test_the_rotary_keys_of_older_files(folders: Folders, copied: Folders) -> None:
-    older = change_config(copied("qwen"), rope_parameters=None, rope_theta=1e7, partial_rotary_factor=0.25)
-    assert read_config(older).attention == read_config(folders("qwen")).attention
+    folder, wanted = copied("qwen"), read_config(folders("qwen")).attention
+    older = change_config(folder, rope_parameters=None, rope_theta=1e7, partial_rotary_factor=0.25)
+    assert read_config(older).attention == wanted
+    scaling = {"type": "default", "rope_theta": 1e7}
+    assert read_config(change_config(folder, rope_theta=None, rope_scaling=scaling)).attention == wanted
+
+
+def test_the_rotated_share_is_the_familys(folders: Folders, copied: Folders) -> None:
+    """Qwen3-Next rotates a quarter of a head unless told; the others the whole of it, whatever they are told."""
+    folder = copied("qwen")
+    for theta in ({"rope_parameters": {"rope_theta": 1e7}}, {"rope_parameters": None, "rope_theta": 1e7}):
+        assert read_config(change_config(folder, **theta)).attention.rotary_dim == 4
+    told = change_config(copied("falcon"), partial_rotary_factor=0.5)
+    assert read_config(told).attention == read_config(folders("falcon")).attention
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -192,6 +205,15 @@ def test_a_stack_and_a_piece_of_it_are_one_too_many(copied: Folders) -> None:
         ("qwen", "num_experts_per_tok", 9),
         ("qwen", "partial_rotary_factor", 2.0),
         ("qwen", "quantization_config", {"quant_method": "fp8"}),
+        ("qwen", "rope_parameters", {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}),
+        ("qwen", "max_position_embeddings", 10**30),
+        ("falcon", "num_hidden_layers", 10**9),
+        ("falcon", "attention_in_multiplier", 10**400),
+        ("falcon", "rms_norm_eps", 10**400),
+        ("falcon", "hidden_size", 10**400),
+        ("nemotron3", "layers_block_type", [["mamba"]]),
+        ("nemotron3", "layers_block_type", [{}]),
+        ("nemotron3", "routed_scaling_factor", 10**400),
         ("nemotron3", "topk_group", 2),
         ("nemotron3", "n_group", 3),
         ("nemotron3", "n_group", 8),
@@ -209,6 +231,40 @@ def test_a_variant_that_is_not_run_is_refused_by_its_key(name: str, key: str, va
     with pytest.raises(ConfigError, match=key) as error:
         read_config(folder)
     assert error.value.param == key and str(folder) in error.value.message
+
+
+@pytest.mark.parametrize("ends", [[2, 97], 10**30, -1, [True], "end"])
+def test_an_end_that_the_vocabulary_does_not_have_is_refused(ends: Any, copied: Folders) -> None:
+    folder = copied("qwen")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is .* below vocab_size \(97\)"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("theta", [0, -1.0, "wide", math.nan, math.inf, 10**400])
+@pytest.mark.parametrize("name", ["falcon", "qwen"])
+def test_a_theta_that_turns_nothing_is_refused(name: str, theta: Any, copied: Folders) -> None:
+    folder = change_config(copied(name), rope_parameters={"rope_theta": theta})
+    with pytest.raises(ConfigError, match=r"rope_theta is (?!missing)"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_brackets_without_end_are_no_json(file: str, copied: Folders) -> None:
+    folder = copied("small")
+    (folder / file).write_text('{"a":' + "[" * 100_000)
+    with pytest.raises(ConfigError, match=f"{file}: not valid JSON"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("number", ["01", "1" * 5000, "\u0661", "-1"])
+def test_numbers_in_names_are_plain(number: str, copied: Folders) -> None:
+    folder = copied("qwen")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{EXPERTS}.{number}.up_proj.weight"] = tensors.pop(f"{EXPERTS}.1.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"up_proj\.weight: this model has no such"):
+        load(folder)
 
 
 def test_an_unknown_family_is_told_which_there_are(copied: Folders) -> None:
