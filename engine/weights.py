@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from engine.model_config import GatedDeltaConfig, HybridConfig, LayerKind
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _DTYPES = ("F32", "BF16", "F16")
+_FILE_NAME = re.compile(r"(?!/)[^\0-\x1f\ud800-\udfff]{1,250}")
 _READ_BYTES = 8 * 1024 * 1024
 
 Seen = dict[str, set[int | None]]  # name -> pieces of its stack, or None: the whole
@@ -142,14 +143,33 @@ def weights_of(
         case LoadFormat.AUTO:
             return load_weights(model.path, config, dtype, device), weights_revision(model.path)
         case LoadFormat.DUMMY:
-            return random_weights(config, dtype, device), "dummy"
+            try:
+                return random_weights(config, dtype, device), dummy_revision(model.path)
+            except (RuntimeError, MemoryError, OverflowError) as error:
+                reason = str(error).partition("\n")[0]
+                raise ConfigError(f"{model.path}: its weights cannot be made: {reason}", param="model_path") from error
 
 
 def weights_revision(path: str | Path) -> str:
-    """16 hex digits over config.json and the names and bytes of the weight files; equal folders, equal digest."""
+    """16 hex digits over the names and bytes of the configs and the weight files; equal folders, equal digest."""
     folder = Path(path)
+    return _digest((*_configs(folder), *sorted(_weight_files(folder))))
+
+
+def dummy_revision(path: str | Path) -> str:
+    """Of made-up weights, which follow from the configs: "dummy-" and 16 hex digits over these."""
+    return f"dummy-{_digest(_configs(Path(path)))}"
+
+
+def _configs(folder: Path) -> tuple[Path, ...]:
+    """What both ends of a hand-off must have alike: the generation config says where answers end."""
+    names = ("config.json", "generation_config.json")
+    return tuple(folder / name for name in names if name == "config.json" or (folder / name).is_file())
+
+
+def _digest(files: Iterable[Path]) -> str:
     digest = xxhash.xxh3_64()
-    for file in (folder / "config.json", *sorted(_weight_files(folder))):
+    for file in files:
         digest.update(file.name.encode())
         try:
             with file.open("rb") as stream:
@@ -224,10 +244,13 @@ def _weight_files(folder: Path) -> dict[Path, tuple[str, ...] | None]:
 def _read_index(path: Path) -> Mapping[str, str]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: no readable weight_map ({error!r})", param="model_path") from error
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
         raise ConfigError(f"{path}: weight_map must map tensor names to file names", param="model_path")
+    for file in set(index.values()):
+        if not _FILE_NAME.fullmatch(file) or ".." in Path(file).parts:
+            raise ConfigError(f"{path}: weight_map names {file!r}, which is no file in the folder", param="model_path")
     return index
 
 

@@ -16,7 +16,7 @@ from engine.cuda.memory import MemoryPlan, plan_memory
 from engine.families import read_config
 from engine.pools import StatePools
 from engine.runner import torch_device, torch_dtype
-from engine.weights import stored_dtypes, weights_revision
+from engine.weights import dummy_revision, stored_dtypes, weights_revision
 from node.chat_template import load_chat_template
 from node.engine_host import resolve_context_length, resolve_limits, resolve_states
 from node.tokenizer import load_tokenizer
@@ -135,7 +135,7 @@ def fingerprint(config: NodeConfig) -> str:
         dtype=torch_dtype(model.dtype),
         ssm_dtype=torch_dtype(model.ssm_dtype),
         device="cpu",
-        revision="dummy" if dummy else weights_revision(model.path),
+        revision=dummy_revision(model.path) if dummy else weights_revision(model.path),
         allocate=None,
     )
     return pools.layout().fingerprint()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 from common.config import LoadFormat, ModelConfig
 from common.errors import ConfigError
 from engine.families import read_config
-from engine.weights import expected_shapes, keep_float32, load_weights, weights_of, weights_revision
+from engine.weights import dummy_revision, expected_shapes, keep_float32, load_weights, weights_of, weights_revision
 
 NAME = "backbone.layers.0.mixer.in_proj.weight"
 
@@ -146,6 +147,27 @@ def test_broken_shards_are_named(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["../part-1.safetensors", "/etc/passwd", "a\0b", "n" * 300, "\ud800", ""])
+def test_an_index_names_files_in_its_folder(folder: Path, name: str) -> None:
+    shard(folder)
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {**places, NAME: name}}))
+    for read in (load, weights_revision):
+        with pytest.raises(ConfigError, match="weight_map names"):
+            read(folder)
+
+
+def test_revisions_follow_where_answers_end(folder: Path) -> None:
+    """Two nodes of which only one knows an end are no pair."""
+    before = weights_revision(folder), dummy_revision(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    after = weights_revision(folder), dummy_revision(folder)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("1e-05", "1e-06"))
+    assert len({*before, *after, weights_revision(folder), dummy_revision(folder)}) == 6
+
+
 def test_revision_follows_every_byte(folder: Path) -> None:
     first = weights_revision(folder)
     assert len(first) == 16 and int(first, 16) >= 0 and first == weights_revision(folder)
@@ -173,6 +195,6 @@ def test_dummy_weights_need_no_file_and_are_the_same_twice(folder: Path) -> None
     for name, weight in first.items():
         assert weight.dtype is (torch.float32 if keep_float32(name) else torch.bfloat16)
         assert torch.equal(weight, again[name]) and weight.isfinite().all() and weight.any()
-    assert revision == "dummy"
+    assert re.fullmatch("dummy-[0-9a-f]{16}", revision)
     with pytest.raises(ConfigError, match="is there"):
         weights_of(ModelConfig(path=str(folder)), config, torch.bfloat16, "cpu")
