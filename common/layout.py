@@ -53,6 +53,13 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
         """16 hex digits over every field; equal exactly when the layouts are."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
+    def brief(self) -> str:
+        """What a person looks at first when two layouts differ; at most 250 characters."""
+        kinds = {pool.kind.value: pool.dtype for pool in self.pools}
+        dtypes = ", ".join(f"{kind} {dtype}" for kind, dtype in sorted(kinds.items()))
+        model = f"{self.model} {self.revision}, vocabulary {self.vocab_size}, {len(self.pools)} pools: {dtypes}"
+        return f"{model}; page {self.page_size}, chunk {self.chunk}, conv width {self.conv_width}"[:250]
+
     def differences(self, other: StateLayout) -> list[str]:
         """A line for each field that differs, with both values: `page_size: 16 here, 32 there`."""
         found = [

@@ -65,6 +65,7 @@ def server_info(
         "bootstrap_port": bootstrap_port,
         "transport": first.transport,
         "fingerprint": first.fingerprint,
+        "state_layout": None if first.layout is None else first.layout.brief(),
         "handoff": f"protocol {PROTOCOL_VERSION}, {first.transport}, verify {config.transfer.verify.value}, "
         f"SSM state {wire.value}",
         "weight_version": WEIGHT_VERSION,

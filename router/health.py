@@ -135,7 +135,7 @@ class HealthChecks:
             self._mark_dead(worker, f"it is the same process as {twin.url}")
             return
         is_new = instance is None or instance != worker.instance
-        worker.fingerprint = info.fingerprint or worker.declared
+        worker.fingerprint, worker.state_layout = info.fingerprint or worker.declared, info.state_layout
         worker.handoff, worker.num_ranks, worker.is_sglang = info.handoff, info.dp_size, info.is_sglang
         if is_new:
             worker.breaker.reset()
@@ -217,6 +217,7 @@ class ServerInfo(msgspec.Struct):
     the same, ours and SGLang's. A port of 0 is none."""
 
     fingerprint: Name | None = None
+    state_layout: Name | None = None
     handoff: Name | None = None
     resumes_answers: bool = False
     role: Name | None = None

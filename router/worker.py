@@ -36,8 +36,8 @@ class Worker:
     """One node as the router sees it.
 
     host: what the other leg calls it by (of a prefill worker: where its rooms are opened). fingerprint: of its state
-    layout, handoff: how it hands state over; None while unknown or when it publishes none; declared: a fingerprint
-    with which it was registered, of a server that publishes none. resumes: whether it goes on
+    layout, state_layout: that in words, handoff: how it hands state over; None while unknown or when it publishes none;
+    declared: a fingerprint with which it was registered, of a server that publishes none. resumes: whether it goes on
     with answers that others began. is_sglang: a server of SGLang's own (router/sglang.py). instance: of the process,
     None when it tells none. reason: why it is not alive.
     unanswered: checks in a row. num_legs: that run there; used_s: when the last one began or ended. is_leaving: it gets
@@ -54,6 +54,7 @@ class Worker:
     since_unix_s: float = field(default_factory=time.time)
     alive: bool = False
     fingerprint: str | None = None
+    state_layout: str | None = None
     handoff: str | None = None
     declared: str | None = None
     resumes: bool = False
@@ -124,6 +125,11 @@ class Worker:
     def layout(self) -> tuple[str | None, str | None]:
         return self.fingerprint, self.handoff
 
+    @property
+    def told_layout(self) -> str:
+        """The fingerprint and, where it is known, what stands behind it."""
+        return f"{self.fingerprint} ({self.state_layout})" if self.state_layout else str(self.fingerprint)
+
     def fits(self, other: Worker) -> bool:
         """Whether these two can hand over state."""
         return self.layout == other.layout
@@ -145,6 +151,7 @@ class Worker:
             "requests": self.num_legs,
             "loads": [round(target.load.tokens) for target in self.targets],
             "handoff": self.handoff,
+            "state_layout": self.state_layout,
             "instance": self.instance,
             "breaker": self.breaker.describe(),
         }

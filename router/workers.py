@@ -236,5 +236,5 @@ def _give_up_nothing(_: Worker, __: WorkerError) -> None:
 def _mismatch(prefill: Worker, decode: Worker) -> str:
     """How these two differ, naming both."""
     if prefill.fingerprint != decode.fingerprint:
-        return f"{prefill.url} has state layout {prefill.fingerprint}, {decode.url} has {decode.fingerprint}"
+        return f"{prefill.url} has state layout {prefill.told_layout}, {decode.url} has {decode.told_layout}"
     return f"{prefill.url} hands over by {prefill.handoff}, {decode.url} by {decode.handoff}"

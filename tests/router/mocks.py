@@ -31,6 +31,7 @@ class MockWorker:
         self.port = 0
         self.fingerprint: str | None = "f0"
         self.handoff: str | None = None
+        self.state_layout: str | None = None
         self.resumes = False
         self.loads: Any = []
         self.instance: str | None = None
@@ -151,6 +152,7 @@ class MockWorker:
         info = {
             "fingerprint": self.fingerprint,
             "handoff": self.handoff,
+            "state_layout": self.state_layout,
             "internal_states": [{"rank": 0, "of": self.role}],
         }
         info |= {"dp_size": self.num_ranks} | self.info

@@ -77,6 +77,17 @@ async def test_only_equal_fingerprints_are_paired(four: list[MockWorker], caplog
         assert any("state layout aa" in record.getMessage() for record in caplog.records)
 
 
+async def test_layouts_that_differ_are_told_in_words(four: list[MockWorker]) -> None:
+    for worker, (fingerprint, words) in zip(
+        four, (("aa", "chunk 8"), ("bb", "chunk 64"), ("bb", None), ("cc", None)), strict=True
+    ):
+        worker.fingerprint, worker.state_layout = fingerprint, words
+    async with run_router(config_of(four[:2], four[2:])) as router:
+        await router.until_alive()
+        mismatches = (await router.client.get("/server_info")).json()["mismatches"]
+        assert f"{four[0].url} has state layout aa (chunk 8), {four[2].url} has bb" in mismatches
+
+
 async def test_only_nodes_of_one_protocol_are_paired(four: list[MockWorker]) -> None:
     """As while the nodes are replaced by those of a newer version, one after the other."""
     for worker, handoff in zip(four, ("protocol 4", "protocol 5", "protocol 4", "protocol 5"), strict=True):

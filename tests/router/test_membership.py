@@ -86,6 +86,7 @@ async def test_what_is_said_of_a_worker(router: RunningRouter, decode: MockWorke
         "ranks_alive": 2,
         "requests": 0,
         "handoff": None,
+        "state_layout": None,
         "instance": "i1",
         "breaker": {"state": "closed", "failures_in_a_row": 0},
     }
