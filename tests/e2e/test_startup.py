@@ -52,7 +52,7 @@ def test_missing_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("hybrid_override_pattern", "M-E*-"), ("quantization_config", {"bits": 4}), ("model_type", "llama")],
+    [("hybrid_override_pattern", "M-R*-"), ("quantization_config", {"bits": 4}), ("model_type", "llama")],
 )
 def test_a_model_that_the_engine_cannot_run_is_refused_by_its_key(tmp_path: Path, key: str, value: object) -> None:
     model = copy_model(tmp_path)
