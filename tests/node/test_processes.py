@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.config import Role
@@ -28,6 +29,8 @@ def test_a_death_is_seen_at_once_whoever_holds_its_stderr(tmp_path: Path) -> Non
     async def run() -> None:
         rank = await start(tmp_path, *HELD_OPEN)
         try:
+            while not psutil.Process(rank.pid).children():
+                await asyncio.sleep(0.01)
             os.kill(rank.pid, signal.SIGKILL)
             error = await asyncio.wait_for(rank.wait(), 10)
             assert error.code == "rank_died" and "was killed by SIGKILL" in error.message
