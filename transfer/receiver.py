@@ -290,7 +290,21 @@ class DecodeTransfer:
         link.channel.send(Decline(room=address.room, rid=rid))
 
     async def _link_for(self, address: RoomAddress) -> Link:
-        """The connection to the room's rank, made when there is none. Raises ServingError."""
+        """The connection to the room's rank, made when there is none. Raises ServingError.
+
+        Where the rank was known to be may be out of date, another process being there in its place: then the bootstrap
+        endpoint is asked before anything is given up.
+        """
+        was_known = (address.host, address.port) in self._routes
+        try:
+            return await self._link_by_route(address)
+        except ServingError:
+            if not was_known:
+                raise
+        return await self._link_by_route(address)
+
+    async def _link_by_route(self, address: RoomAddress) -> Link:
+        """Raises ServingError, and then the route is forgotten."""
         node = (address.host, address.port)
         rank = await self._rank_for(node, address.room)
         link = self._links.get(rank)
@@ -299,6 +313,7 @@ class DecodeTransfer:
             rank = await self._rank_for(node, address.room)
             link = self._links.get(rank)
             if link is not None and link.silent:
+                self._routes.pop(node, None)
                 raise WorkerError(f"prefill rank {link.peer.node_id} is silent", code="peer_silent")
         try:
             return link or await self._connect_once(rank)

@@ -13,12 +13,12 @@ import xxhash
 from transfer_rig import Decode, Pools, Prefill, metadata
 
 from common.config import LoopbackFaults, TransferConfig, Verify
-from common.errors import RequestError, TransferError
+from common.errors import AbortedError, RequestError, TransferError
 from common.handoff import RoomAddress
 from common.layout import StateKind
 from transfer import Committed, Released, RoomDeclined, RoomFailed, RoomOpened, Sent, TrackState
 from transfer.loopback import LoopbackTransport
-from transfer.messages import Commit, Decline
+from transfer.messages import Commit, Decline, Ranks
 from transfer.posting import Posting
 from transfer.transport import Block
 
@@ -521,6 +521,22 @@ def test_declining_at_an_address_where_nobody_is(config: Config, decode: Make, h
     assert time.monotonic() - started < 0.05
     assert not d.quiet(0.5)
     assert d.transfer.stats()["leases"] == {}
+
+
+@pytest.mark.parametrize("asked", ["decline", "open"])
+def test_a_rank_that_was_replaced_is_found_again(config: Config, prefill: Make, decode: Make, asked: str) -> None:
+    """Its old address is known still, and nobody is there: a decline that got lost would cost the leg its time-out."""
+    p, d = prefill(config()), decode(config())
+    address = p.address(7)
+    d.transfer._routes[address.host, address.port] = Ranks(addresses=(("127.0.0.1", 1),))
+    p.transfer.expect(7, "r", 5)
+    if asked == "decline":
+        d.transfer.decline(address, "r")
+        p.wait_for(RoomDeclined, 7, 2)
+        return
+    d.transfer.open(address, "r", THERE, 2)
+    p.wait_for(RoomOpened, 7, 2)
+    p.transfer.abort(7, AbortedError("no more"))
 
 
 def test_a_decline_goes_to_the_rooms_rank(config: Config, prefill: Make, decode: Make) -> None:
