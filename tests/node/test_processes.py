@@ -25,12 +25,16 @@ async def start(tmp_path: Path, *command: str) -> RankProcess:
     return await start_rank(node_config("/nowhere", Role.UNIFIED), list(command), tmp_path, 0)
 
 
+def wait_for_child(pid: int) -> None:
+    while not psutil.Process(pid).children():
+        time.sleep(0.01)
+
+
 def test_a_death_is_seen_at_once_whoever_holds_its_stderr(tmp_path: Path) -> None:
     async def run() -> None:
         rank = await start(tmp_path, *HELD_OPEN)
         try:
-            while not psutil.Process(rank.pid).children():
-                await asyncio.sleep(0.01)
+            wait_for_child(rank.pid)
             os.kill(rank.pid, signal.SIGKILL)
             error = await asyncio.wait_for(rank.wait(), 10)
             assert error.code == "rank_died" and "was killed by SIGKILL" in error.message
