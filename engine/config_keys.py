@@ -130,9 +130,9 @@ def read_time_step_limit(keys: Keys) -> tuple[float, float]:
     raise keys.error("time_step_limit", "two numbers, 0 <= low < high, are needed")
 
 
-def read_eos(folder: Path, keys: Keys, vocab_size: int) -> tuple[int, ...]:
+def read_eos(folder: Path, keys: Keys) -> tuple[int, ...]:
     """Every token that ends an answer. The generation config wins over the config, as in transformers."""
-    path = folder / "generation_config.json"
+    path, vocab_size = folder / "generation_config.json", keys.count("vocab_size")
     if path.is_file():
         generation = Keys(path, read_json(path))
         if generation.values.get("eos_token_id") is not None:

@@ -43,25 +43,19 @@ def load_weights(
     stacked. When `tie_word_embeddings` is set and lm_head.weight is absent, it is the embedding itself.
     Raises ConfigError naming the file and the tensor: missing, unexpected, of another shape, quantised, truncated.
     """
-    folder = Path(path)
     expected = expected_shapes(config)
-    files = _weight_files(folder)
-    seen: Seen = {}
     weights: dict[str, Tensor] = {}
-    for file, wanted in files.items():
-        for place, full, tensors in _checked(file, wanted, config, expected):
-            _see(place, seen, file, full)
-            value = _adjusted(config, place.name, tensors.get_tensor(full))
-            kept = torch.float32 if keep_float32(place.name) else dtype
-            if place.piece is None:
-                weights[place.name] = value.to(device=device, dtype=kept, copy=True)
-                continue
-            if place.name not in weights:
-                weights[place.name] = torch.empty(expected[place.name], device=device, dtype=kept)
-            weights[place.name][place.piece].copy_(value)
-    if config.tie_word_embeddings and "embeddings.weight" in weights:
+    for place, full, tensors in _stored(Path(path), config, expected):
+        value = _adjusted(config, place.name, tensors.get_tensor(full))
+        kept = torch.float32 if keep_float32(place.name) else dtype
+        if place.piece is None:
+            weights[place.name] = value.to(device=device, dtype=kept, copy=True)
+            continue
+        if place.name not in weights:
+            weights[place.name] = torch.empty(expected[place.name], device=device, dtype=kept)
+        weights[place.name][place.piece].copy_(value)
+    if config.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights["embeddings.weight"])
-    _check_complete(next(iter(files)), config, expected, seen)
     return weights
 
 
@@ -74,6 +68,18 @@ def _adjusted(config: HybridConfig, name: str, value: Tensor) -> Tensor:
                 for part, (_, factor) in zip(parts, adjustment.rows, strict=True):
                     part.mul_(factor)
     return value
+
+
+def _stored(
+    folder: Path, config: HybridConfig, expected: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[Place, str, Any]]:
+    """What `_checked` yields of all files of the folder, each tensor once, and at the end none is missing."""
+    files, seen = _weight_files(folder), Seen()
+    for file, wanted in files.items():
+        for place, full, tensors in _checked(file, wanted, config, expected):
+            _see(place, seen, file, full)
+            yield place, full, tensors
+    _check_complete(next(iter(files)), config, expected, seen)
 
 
 def _see(place: Place, seen: Seen, file: Path, full: str) -> None:
@@ -100,17 +106,12 @@ def _is_complete(shape: tuple[int, ...], pieces: set[int | None]) -> bool:
 def stored_dtypes(path: str | Path, config: HybridConfig) -> dict[str, str]:
     """The dtype in its file ("BF16") of every weight by the engine's name, from the files' headers alone, which also
     tell a truncated file. Raises ConfigError for what `load_weights` would refuse."""
-    expected = expected_shapes(config)
-    files = _weight_files(Path(path))
-    seen: Seen = {}
-    dtypes: dict[str, str] = {}
-    for file, wanted in files.items():
-        for place, full, tensors in _checked(file, wanted, config, expected):
-            _see(place, seen, file, full)
-            dtypes[place.name] = tensors.get_slice(full).get_dtype()
-    if config.tie_word_embeddings and "embeddings.weight" in dtypes:
+    dtypes = {
+        place.name: tensors.get_slice(full).get_dtype()
+        for place, full, tensors in _stored(Path(path), config, expected_shapes(config))
+    }
+    if config.tie_word_embeddings:
         dtypes.setdefault("lm_head.weight", dtypes["embeddings.weight"])
-    _check_complete(next(iter(files)), config, expected, seen)
     return dtypes
 
 

@@ -27,7 +27,7 @@ def read(keys: Keys, folder: Path) -> HybridConfig:
         vocab_size=keys.count("vocab_size"),
         hidden_size=keys.count("hidden_size"),
         max_position_embeddings=keys.count("max_position_embeddings"),
-        eos_token_ids=read_eos(folder, keys, keys.count("vocab_size")),
+        eos_token_ids=read_eos(folder, keys),
         norm_eps=keys.number("rms_norm_eps", 1e-5),
         tie_word_embeddings=keys.flag("tie_word_embeddings", False),
         embedding_multiplier=keys.number("embedding_multiplier", 1.0),

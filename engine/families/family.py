@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from engine.config_keys import Keys, as_float, read_time_step_limit
-from engine.model_config import Adjustment, AttentionConfig, GateNorm, HybridConfig, LayerKind, Mamba2Config
+from engine.model_config import (
+    Activation,
+    Adjustment,
+    AttentionConfig,
+    GateNorm,
+    HybridConfig,
+    LayerKind,
+    Mamba2Config,
+    MoeConfig,
+    Router,
+)
 
 DEFAULT_CHUNK = 256
 NUMBER = "0|[1-9][0-9]{0,8}"
@@ -133,6 +143,32 @@ def read_attention(
         rope_theta=_read_theta(keys) if rotary_dim else 1.0,
         qk_norm=qk_norm,
         output_gate=output_gate,
+    )
+
+
+def read_gated_moe(
+    keys: Keys, *, experts: str, size: str, shared: str, router: Router, normalise: bool, shared_gate: bool, fused: bool
+) -> MoeConfig:
+    """Experts that are gated MLPs, in one group and of the model's width. experts, size, shared: the keys for how many
+    there are, and for how wide one of them and the shared one are."""
+    count, chosen = keys.count(experts), keys.count("num_experts_per_tok")
+    if chosen > count:
+        raise keys.error("num_experts_per_tok", f"at most {experts} ({count})")
+    return MoeConfig(
+        experts=count,
+        experts_per_token=chosen,
+        intermediate_size=keys.count(size),
+        activation=Activation.GATED_SILU,
+        router=router,
+        normalise=normalise,
+        groups=1,
+        top_groups=1,
+        scale=1.0,
+        latent_size=None,
+        shared_size=keys.count(shared),
+        shared_gate=shared_gate,
+        bias=False,
+        fused=fused,
     )
 
 

@@ -12,6 +12,7 @@ from engine.families.family import (
     Place,
     place_of_pair,
     read_attention,
+    read_gated_moe,
     read_head_dim,
     read_layer_types,
     read_mamba2,
@@ -55,7 +56,7 @@ def read(keys: Keys, folder: Path) -> HybridConfig:
         vocab_size=keys.count("vocab_size"),
         hidden_size=hidden,
         max_position_embeddings=keys.count("max_position_embeddings"),
-        eos_token_ids=read_eos(folder, keys, keys.count("vocab_size")),
+        eos_token_ids=read_eos(folder, keys),
         norm_eps=keys.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=keys.flag("tie_word_embeddings", False),
         embedding_multiplier=keys.number("embedding_multiplier", 1.0),
@@ -88,22 +89,13 @@ def _read_mlp(keys: Keys) -> MlpConfig:
 
 
 def _read_moe(keys: Keys) -> MoeConfig:
-    experts, chosen = keys.count("num_local_experts"), keys.count("num_experts_per_tok")
-    if chosen > experts:
-        raise keys.error("num_experts_per_tok", f"at most num_local_experts ({experts})")
-    return MoeConfig(
-        experts=experts,
-        experts_per_token=chosen,
-        intermediate_size=keys.count("intermediate_size"),
-        activation=Activation.GATED_SILU,
+    return read_gated_moe(
+        keys,
+        experts="num_local_experts",
+        size="intermediate_size",
+        shared="shared_intermediate_size",
         router=Router.SOFTMAX_OF_TOP_K,
         normalise=True,
-        groups=1,
-        top_groups=1,
-        scale=1.0,
-        latent_size=None,
-        shared_size=keys.count("shared_intermediate_size"),
         shared_gate=False,
-        bias=False,
         fused=True,
     )

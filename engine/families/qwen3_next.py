@@ -14,6 +14,7 @@ from engine.families.family import (
     place_of_pair,
     read_attention,
     read_conv_kernel,
+    read_gated_moe,
     read_layer_types,
     read_rotary_share,
 )
@@ -53,7 +54,7 @@ def read(keys: Keys, folder: Path) -> HybridConfig:
         vocab_size=keys.count("vocab_size"),
         hidden_size=keys.count("hidden_size"),
         max_position_embeddings=keys.count("max_position_embeddings"),
-        eos_token_ids=read_eos(folder, keys, keys.count("vocab_size")),
+        eos_token_ids=read_eos(folder, keys),
         norm_eps=keys.number("rms_norm_eps", 1e-6),
         tie_word_embeddings=keys.flag("tie_word_embeddings", False),
         embedding_multiplier=1.0,
@@ -117,22 +118,13 @@ def _read_mlp(keys: Keys) -> MlpConfig:
 
 
 def _read_moe(keys: Keys) -> MoeConfig:
-    experts, chosen = keys.count("num_experts"), keys.count("num_experts_per_tok")
-    if chosen > experts:
-        raise keys.error("num_experts_per_tok", f"at most num_experts ({experts})")
-    return MoeConfig(
-        experts=experts,
-        experts_per_token=chosen,
-        intermediate_size=keys.count("moe_intermediate_size"),
-        activation=Activation.GATED_SILU,
+    return read_gated_moe(
+        keys,
+        experts="num_experts",
+        size="moe_intermediate_size",
+        shared="shared_expert_intermediate_size",
         router=Router.TOP_K_OF_SOFTMAX,
         normalise=keys.flag("norm_topk_prob", True),
-        groups=1,
-        top_groups=1,
-        scale=1.0,
-        latent_size=None,
-        shared_size=keys.count("shared_expert_intermediate_size"),
         shared_gate=True,
-        bias=False,
         fused=False,
     )

@@ -26,6 +26,7 @@ from engine.cuda.linear import FEW_ROWS
 from engine.cuda.model import CudaModel
 from engine.families import read_config
 from engine.kernels.rows import PackedRows
+from engine.model_config import HybridConfig
 from engine.pools import StatePools
 from engine.weights import expected_shapes, keep_float32
 
@@ -167,17 +168,13 @@ def meta_rows(count: int, longest: int) -> PackedRows:
     )
 
 
-def steps_of(config: PretrainedConfig, dtype: torch.dtype) -> list[Launch]:
-    """The kernels of a decode step of 8 rows and of a prefill of 4 x 512 tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        own = read_config(folder)
+def model_without_memory(config: HybridConfig, dtype: torch.dtype, *, few_rows: int) -> CudaModel:
     weights = {
         name: torch.empty(shape, device=META, dtype=torch.float32 if keep_float32(name) else dtype)
-        for name, shape in expected_shapes(own).items()
+        for name, shape in expected_shapes(config).items()
     }
     pools = StatePools(
-        own,
+        config,
         num_pages=64,
         num_slots=8,
         page_size=16,
@@ -187,9 +184,17 @@ def steps_of(config: PretrainedConfig, dtype: torch.dtype) -> list[Launch]:
         revision="",
         allocate=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=META),
     )
+    return CudaModel(config, weights, pools, few_rows=few_rows)
+
+
+def steps_of(config: PretrainedConfig, dtype: torch.dtype) -> list[Launch]:
+    """The kernels of a decode step of 8 rows and of a prefill of 4 x 512 tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        own = read_config(folder)
     last_tokens = torch.empty(8, dtype=torch.int32, device=META)
     with dry_launches() as found, torch.inference_mode():
-        model = CudaModel(own, weights, pools, few_rows=FEW_ROWS if dtype is torch.bfloat16 else 0)
+        model = model_without_memory(own, dtype, few_rows=FEW_ROWS if dtype is torch.bfloat16 else 0)
         for decode, prefill, count in ((meta_rows(8, 1), None, 8), (None, meta_rows(4, 512), 2048)):
             ids = torch.empty(count, dtype=torch.int32, device=META)
             model.forward(CudaBatch(ids, decode, prefill, None, None, None), last_tokens)

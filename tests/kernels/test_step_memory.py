@@ -20,9 +20,7 @@ from engine.cuda.memory import plan_memory
 from engine.cuda.mixers.moe import MoeMixer
 from engine.cuda.model import CudaModel
 from engine.model_config import HybridConfig, LayerKind
-from engine.pools import StatePools
-from engine.weights import expected_shapes, keep_float32
-from tests.kernels.dry import META, meta_rows
+from tests.kernels.dry import META, meta_rows, model_without_memory
 from tests.kernels.test_families_on_card import LAYERS, one_layer
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="it is measured on the card")
@@ -55,23 +53,8 @@ class Peak(TorchDispatchMode):
         self.now -= self._live.pop(key)
 
 
-def model_without_memory(config: HybridConfig) -> CudaModel:
-    weights = {
-        name: torch.empty(shape, device=META, dtype=torch.float32 if keep_float32(name) else DTYPE)
-        for name, shape in expected_shapes(config).items()
-    }
-    pools = StatePools(
-        config,
-        num_pages=64,
-        num_slots=8,
-        page_size=16,
-        dtype=DTYPE,
-        ssm_dtype=torch.float32,
-        device=META,
-        revision="",
-        allocate=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=META),
-    )
-    model = CudaModel(config, weights, pools, few_rows=16)
+def model_of(config: HybridConfig) -> CudaModel:
+    model = model_without_memory(config, DTYPE, few_rows=16)
     for mixer in model.mixers:
         if isinstance(mixer, MoeMixer):
             mixer.experts.grouped = True
@@ -97,7 +80,7 @@ def test_a_step_takes_what_was_planned(family: str, kind: LayerKind, monkeypatch
     ids, ends = (torch.empty(count, dtype=torch.int32, device=META) for count in (TOKENS, ROWS))
     rows, last = meta_rows(ROWS, TOKENS // ROWS), torch.empty(8, dtype=torch.int32, device=META)
     with torch.inference_mode():
-        model = model_without_memory(config)
+        model = model_of(config)
         with Peak() as peak:
             model.forward(CudaBatch(ids, None, rows, ends, None, None), last)
     assert peak.most <= plan.step <= 2.5 * peak.most
