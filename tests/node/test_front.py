@@ -12,6 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -470,12 +471,19 @@ def test_the_ipc_directory_is_private_and_goes_away(tmp_path: Path, monkeypatch:
         unix.bind(str(path / "from_ranks"))
 
 
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A folder that a front makes its own in: pytest's may be too long for a Unix socket's address."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
 def test_what_a_killed_front_left_behind_is_removed_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(short_tmp))
     code = "import node.ipc, time; c = node.ipc.ipc_directory(); c.__enter__(); print(flush=True); time.sleep(60)"
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(short_tmp)}
     fronts = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, cwd=REPO)
         for _ in range(2)
@@ -487,24 +495,24 @@ def test_what_a_killed_front_left_behind_is_removed_and_nothing_else(
             front.stdout.close()
         fronts[0].kill()
         fronts[0].wait()
-        others = [tmp_path / "tandem-notes", tmp_path / f"tandem-{2**30}", tmp_path / f"tandem-{2**30}-x.y"]
-        others.append(tmp_path / f"tandem-{os.getpid()}-new")  # of a front that has not locked it yet
+        others = [short_tmp / "tandem-notes", short_tmp / f"tandem-{2**30}", short_tmp / f"tandem-{2**30}-x.y"]
+        others.append(short_tmp / f"tandem-{os.getpid()}-new")  # of a front that has not locked it yet
         for other in others:
             other.mkdir()
         elsewhere = (
-            tmp_path / f"tandem-{2**30}-elsewhere"
+            short_tmp / f"tandem-{2**30}-elsewhere"
         )  # of a process that is not seen from here, but holds the lock
         elsewhere.mkdir()
-        (tmp_path / f"tandem-{2**30}-link").symlink_to(others[0])
+        (short_tmp / f"tandem-{2**30}-link").symlink_to(others[0])
         held = os.open(elsewhere, os.O_RDONLY)
         fcntl.flock(held, fcntl.LOCK_EX)
         with ipc_directory() as ours:
-            kept = {path.name for path in tmp_path.iterdir()}
+            kept = {path.name for path in short_tmp.iterdir()}
             theirs = {name for name in kept if name.startswith(f"tandem-{fronts[1].pid}-")}
             left_alone = {*(path.name for path in others), elsewhere.name, f"tandem-{2**30}-link"}
             assert len(theirs) == 1 and kept == theirs | left_alone | {ours.name}
         os.close(held)
-        remove_stale(tmp_path)
+        remove_stale(short_tmp)
         assert not elsewhere.exists()
     finally:
         for front in fronts:
