@@ -32,8 +32,9 @@ class Peak(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # What a model packed for the CPU may have left is opaque and has none.
         older = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-        self._live = {each.untyped_storage()._cdata: 0 for each in older}
+        self._live = {each.untyped_storage()._cdata: 0 for each in older if each.layout == torch.strided}
         self.now = self.most = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
