@@ -150,18 +150,23 @@ class HttpNetwork:
 
     async def _connect_first(self, origin: _Origin, hosts: Sequence[str | int]) -> _Connection:
         """Raises the first error when there is no connection; one that is not a refusal if there is one."""
-        name = origin.host if origin.is_tls else None
-        tls = (self._tls or True) if origin.is_tls else None
         errors: list[OSError] = []
         for host in hosts:
             try:
-                _, connection = await self._loop.create_connection(
-                    self._make_connection, str(host), origin.port, ssl=tls, server_hostname=name
-                )
-                return connection
+                try:
+                    return await self._connect_to(str(host), origin)
+                except ConnectionResetError:  # who listened is just ending: asked again, the port is closed
+                    return await self._connect_to(str(host), origin)
             except OSError as error:
                 errors.append(error)
         raise min(errors, key=lambda error: isinstance(error, ConnectionRefusedError))
+
+    async def _connect_to(self, host: str, origin: _Origin) -> _Connection:
+        tls, name = ((self._tls or True), origin.host) if origin.is_tls else (None, None)
+        _, connection = await self._loop.create_connection(
+            self._make_connection, host, origin.port, ssl=tls, server_hostname=name
+        )
+        return connection
 
     def _make_connection(self) -> _Connection:
         return _Connection(self._loop, self._idle_timeout_s, self._open.discard)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -205,6 +207,21 @@ async def test_every_address_of_a_name_is_tried_and_a_refusal_is_told_from_the_r
         with pytest.raises(WorkerError, match=said) as caught:
             await network.send("GET", url)
         assert caught.value.code == code
+    await network.close()
+
+
+async def test_a_listener_that_ends_while_one_connects_is_nobody_who_listens() -> None:
+    """What waits to be accepted is reset then; that it is gone the second try says."""
+    network = HttpNetwork(RouterConfig())
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        asking = asyncio.create_task(network.send("GET", f"http://127.0.0.1:{listener.getsockname()[1]}/"))
+        while not select.select([listener], [], [], 0)[0]:
+            await asyncio.sleep(0)
+    with pytest.raises(WorkerError, match="refused") as caught:
+        await asking
+    assert caught.value.code == "worker_unavailable"
     await network.close()
 
 
