@@ -90,7 +90,8 @@ def test_a_cut_wire_is_noticed_and_a_mended_one_is_used(
         p.say("expect", room, "r", 5)
         d.say("open", {**room_at, "room": room}, "r", THERE, 2)
         p.wait_for("RoomOpened", room)
-        p.say("send_pages", room, 0, HERE)
+        p.say("write_pages", room, 0, HERE)
+        p.wait_for("written", room)  # what is on its way when the wire is cut is TCP's to bring
 
     def end(room: int) -> None:
         p.say("send_state", room, 1, None)

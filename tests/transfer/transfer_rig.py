@@ -256,6 +256,12 @@ def main() -> None:
             getattr(side.transfer, method)(RoomAddress(**arguments[0]), *arguments[1:])
         elif method == "abort":
             side.transfer.abort(arguments[0], TransferError("told to"))
+        elif method == "write_pages":
+            before = side.transfer.stats()["seconds"]
+            side.transfer.send_pages(*arguments)
+            while side.transfer.stats()["seconds"] == before:
+                time.sleep(0.005)
+            tell(["written", arguments[0]])
         elif method == "state":
             tell(["state", side.pools.state(*arguments).hex()])
         elif method == "digest":
