@@ -223,6 +223,14 @@ NODE_SETTINGS = (
         _PREFILL,
     ),
     Setting(
+        "transfer",
+        "disable_early_prefill",
+        ("--disable-early-prefill",),
+        bool,
+        "Compute no prompt before decode has opened its room, also when there is nothing else to do",
+        _PREFILL,
+    ),
+    Setting(
         "transfer", "cluster_key_file", ("--cluster-key-file",), str, "Shared secret; none: loopback peers only", _PAIR
     ),
     Setting(

@@ -116,7 +116,8 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host: the address that peers reach this rank at (never 0.0.0.0). cluster_key_file: a shared secret; without one only
     loopback peers are accepted. disable_layerwise_transfer: send what a step completes when the whole step is done.
-    ssm_wire_dtype: what SSM states cross as, None: what they are. transport: see `chosen_transport`.
+    disable_early_prefill: compute no prompt before decode has opened its room. ssm_wire_dtype: what SSM states cross
+    as, None: what they are. transport: see `chosen_transport`.
     """
 
     transport: TransportName = TransportName.AUTO
@@ -125,6 +126,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     verify: Verify = Verify.DIGEST
     disable_layerwise_transfer: bool = False
+    disable_early_prefill: bool = False
     ssm_wire_dtype: DType | None = None
     cluster_key_file: str | None = None
     bootstrap_timeout_s: float = 30.0

@@ -73,7 +73,6 @@ class DecodeRole:
             wake=waker,
             node_id=peer_name(config, rank),
         )
-        self.local_prefill_max_tokens = config.engine.local_prefill_max_tokens
         self.reserving: deque[DecodeRoom] = deque()
         self.rooms: dict[int, DecodeRoom] = {}
         self.received: dict[Sequence, Received] = {}
@@ -92,7 +91,7 @@ class DecodeRole:
         if message.room.room in self.rooms or any(r.address.room == message.room.room for r in self.reserving):
             self.host.fail(sequence, room_in_use(message.room.room))
             return
-        if self._prefills_itself(sequence):
+        if self.host.lacks_little(sequence):
             self.transfer.decline(message.room, sequence.rid)
             self.host.scheduler.add(sequence)
             return
@@ -102,16 +101,6 @@ class DecodeRole:
     def abort(self, message: Abort) -> None:
         for sequence in self.host.select(message.rid):
             self._end(sequence, AbortedError(message.message))
-
-    def _prefills_itself(self, sequence: Sequence) -> bool:
-        """Whether so much of the prompt can be resumed here that the rest is cheaper to compute than to be sent.
-
-        The prompt's logprobs are the prefill leg's to report: such a request always takes both legs.
-        """
-        if sequence.first_logits_wanted is not None:
-            return False
-        start = self.host.scheduler.memory.resume_position(sequence)
-        return start > 0 and sequence.num_tokens - start <= self.local_prefill_max_tokens
 
     def _end(self, sequence: Sequence, error: ServingError) -> None:
         """End a sequence wherever it is. Memory in a lease stays there until `Released`."""

@@ -86,6 +86,7 @@ class EngineHost:
         self.accounts = Accounts(self.scheduler, self.sequences)
         self.leaks = LeakDetector()
         self.integrity_failures = 0
+        self._local_prefill_max_tokens = config.engine.local_prefill_max_tokens
         self._num_ended_when_checked = 0
         self.states = StateLog(self.runner.pools)
         self.num_finished = self.num_failed = 0
@@ -109,6 +110,16 @@ class EngineHost:
         )
         self.sequences[message.rid] = sequence
         return sequence
+
+    def lacks_little(self, sequence: Sequence) -> bool:
+        """Whether so much of the prompt can be resumed here that a decode node rather computes the rest itself.
+
+        The prompt's logprobs are the prefill leg's to report: such a request always takes both legs.
+        """
+        if sequence.first_logits_wanted is not None:
+            return False
+        start = self.scheduler.memory.resume_position(sequence)
+        return start > 0 and sequence.num_tokens - start <= self._local_prefill_max_tokens
 
     def select(self, rid: str | None) -> list[Sequence]:
         """The sequence of this rid, or every one when rid is None; empty when there is none."""

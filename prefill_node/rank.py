@@ -7,7 +7,8 @@
                (or declines it: the answer goes out at once)
 
 A prompt is computed only once decode has opened its room, that is, has memory for it: a prefill rank whose slots are
-full of states that nobody can take would wait for decode, and decode for it.
+full of states that nobody can take would wait for decode, and decode for it. One at a time may begin early, while there
+is nothing else to compute, if it leaves memory for any other.
 Pages and slot stay with the room until the transfer says that no write reads them any more.
 """
 
@@ -34,6 +35,9 @@ from transfer.events import Released, RoomDeclined, RoomFailed, RoomOpened, Sent
 from transfer.posting import Piece
 from transfer.sender import Outgoing, PrefillTransfer
 from transfer.transport import Transport, open_transport
+
+MAX_SLOTS = 4
+"""That a sequence holds here: its own, the saved state that it began with, one that it saves, one not wanted."""
 
 NO_TOKEN = TokenLogprob(logprob=None, token_id=0)
 
@@ -68,6 +72,7 @@ class PrefillRole:
         )
         self.rooms: dict[int, PrefillRoom] = {}
         self.room_of: dict[Sequence, PrefillRoom] = {}
+        self.early: PrefillRoom | None = None
 
     def ready(self) -> Ready:
         return self.host.ready(
@@ -91,7 +96,22 @@ class PrefillRole:
             return
         self.rooms[room.room] = room
         self.room_of[sequence] = room
+        if self._may_begin_early(sequence):
+            self.early = room
+            self.host.scheduler.add(sequence)
         room.digest = prompt_digest(sequence.tokens(0, sequence.num_tokens))
+
+    def _may_begin_early(self, sequence: Sequence) -> bool:
+        """Whether to compute it before decode has memory for it: there is nothing else to do, and what it holds leaves
+        enough for any other, so that no room that decode has opened ever waits for it. Not if most of it is cached
+        here: it may be at decode too, which then declines the room."""
+        scheduler, memory = self.host.scheduler, self.host.scheduler.memory
+        if self.config.disable_early_prefill or self.early is not None or scheduler.has_work():
+            return False
+        if self.host.lacks_little(sequence):
+            return False
+        pages = memory.pages_for(sequence.num_tokens) + memory.pages_for(self.host.context_length)
+        return pages <= memory.pages.num_usable and memory.slots.num_usable > MAX_SLOTS
 
     def abort(self, message: Abort) -> None:
         for sequence in self.host.select(message.rid):
@@ -119,8 +139,7 @@ class PrefillRole:
             room = self.rooms[event.room]
             match event:
                 case RoomOpened():
-                    if not room.failed:
-                        self.host.scheduler.add(room.sequence)
+                    self._begin(room)
                 case RoomFailed(error=error):
                     self._fail(room, error)
                 case RoomDeclined():
@@ -129,6 +148,12 @@ class PrefillRole:
                     self._answer(room, event)
                 case Released():
                     self._release(room)
+
+    def _begin(self, room: PrefillRoom) -> None:
+        if room is self.early:
+            self.early = None
+        elif not room.failed:
+            self.host.scheduler.add(room.sequence)
 
     def step(self) -> bool:
         report = self.host.scheduler.step(None if self.config.disable_layerwise_transfer else self._listen)
@@ -211,6 +236,7 @@ class PrefillRole:
 
     def _answer_declined(self, room: PrefillRoom) -> None:
         """Decode holds enough of the prompt to compute the rest: a normal answer without a token ends this leg."""
+        self.host.scheduler.remove(room.sequence)  # it may have begun early
         finish = FinishReason(type="length", length=0)
         self.host.emit(Emission(sequence=room.sequence, token=None, finish=finish), Timing())
 
@@ -224,6 +250,8 @@ class PrefillRole:
 
     def _release(self, room: PrefillRoom) -> None:
         self.host.scheduler.release(room.sequence)
+        if room is self.early:
+            self.early = None
         del self.rooms[room.room], self.room_of[room.sequence]
 
     def take_outbox(self) -> list[FromRank]:

@@ -67,13 +67,15 @@ class Outgoing:
     """A piece of a prompt whose layers are being completed. Belongs to one use of a room: when that is over, what is
     still said here goes nowhere. Any thread may call, one at a time.
 
-    in_burst: the first layers wait for one of the last.
+    in_burst: whether the first layers are to wait for one of the last.
     """
 
-    def __init__(self, piece: Piece, layout: StateLayout, submit: Callable[[Job], None], *, in_burst: bool) -> None:
-        self._piece, self._submit = piece, submit
+    def __init__(
+        self, piece: Piece, layout: StateLayout, submit: Callable[[Job], None], in_burst: Callable[[], bool]
+    ) -> None:
+        self._piece, self._submit, self._in_burst = piece, submit, in_burst
         self._layers, self._all = {pool.layer for pool in layout.pools}, all_layers(layout)
-        self._waits_for = int(BURST_FROM * self._all[-1]) if in_burst else 0
+        self._waits_for = int(BURST_FROM * self._all[-1])
         self._held: list[int] = []
 
     def layer_done(self, layer: int) -> None:
@@ -81,11 +83,12 @@ class Outgoing:
         if layer not in self._layers:
             return
         self._held.append(layer)
-        if layer >= self._waits_for:
-            self._waits_for = 0
-            for done in self._held:
-                self._submit(Ready(self._piece, range(done, done + 1)))
-            self._held = []
+        if layer < self._waits_for and self._in_burst():
+            return
+        self._waits_for = 0
+        for done in self._held:
+            self._submit(Ready(self._piece, range(done, done + 1)))
+        self._held = []
 
     def all_done(self) -> None:
         self._submit(Ready(self._piece, self._all))
@@ -166,9 +169,14 @@ class PrefillTransfer:
         """
         with self._lock:
             entry = self._rooms.get(room)
-        peer = entry.peer if entry is not None else None
-        in_burst = peer is not None and self._transport.bursts(peer.link.peer.session)
-        return Outgoing(piece, self._layout, lambda job: self._submit(entry, job), in_burst=in_burst)
+        return Outgoing(piece, self._layout, lambda job: self._submit(entry, job), lambda: self._leaves_in_burst(entry))
+
+    def _leaves_in_burst(self, entry: Room | None) -> bool:
+        """Also while nobody is known to get it: nothing can leave then."""
+        if entry is None:
+            return False
+        peer = entry.peer
+        return peer is None or self._transport.bursts(peer.link.peer.session)
 
     def send_pages(self, room: int, first_page_index: int, src_pages: Sequence[int]) -> None:
         """KV of prompt pages first_page_index … is complete in `src_pages`. Calls are in the order of the prompt."""
@@ -250,6 +258,9 @@ class PrefillTransfer:
         cached = entry.open.num_cached_pages
         offer = Offer(len(entry.open.pages), cached, cached * self._layout.page_size, entry.open.track_slot is not None)
         self._events.put(RoomOpened(entry.room, offer))
+        if any(isinstance(job, Finish) for job in entry.waiting):
+            entry.compute_end_s = time.monotonic()  # what passed until now was no transfer
+            self._set_transfer_deadline(entry)
         for job in entry.waiting:
             entry.peer.put(entry, job)
         entry.waiting.clear()
@@ -355,10 +366,7 @@ class PrefillTransfer:
         entry = self._rooms.get(message.room) or self._add_early(message.room, RoomState.OFFERED)
         entry.open, entry.peer = message, peer
         if entry.state is RoomState.EXPECTED:
-            compute_ended = any(isinstance(job, Finish) for job in entry.waiting)
             self._begin(entry)
-            if compute_ended:
-                self._set_transfer_deadline(entry)
 
     def _add_early(self, room: int, state: RoomState) -> Room:
         """Decode speaks of a room whose prefill leg is not here yet."""

@@ -67,7 +67,7 @@ def test_34_requests_on_pools_for_eight_queue_in_order() -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with held_ranks(PIECES, PIECES) as made:
+    with held_ranks(PIECES, PIECES, disable_early_prefill=True) as made:
         yield made
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,10 @@ def fill_decode(ranks: Ranks) -> None:
         pool.fill_(UNTOUCHED)
 
 
+waiting_ranks = partial(disaggregated_ranks, disable_early_prefill=True)
+"""Nothing leaves before decode has opened the room, so a prompt that is computed early has nothing to wait for."""
+
+
 @EACH_FAMILY
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("budget", [CHUNK, 2048])
@@ -137,7 +142,7 @@ def test_every_part_of_every_layer_leaves_before_the_next_layer(
     model = models(family, CHUNK)
     with unified_ranks(model=model, engine=engine()) as ranks:
         expected = [outcome for batch in tasks for outcome in ranks.run(batch)]
-    with disaggregated_ranks(model=model, engine=engine(budget, overlap=overlap)) as ranks:
+    with waiting_ranks(model=model, engine=engine(budget, overlap=overlap)) as ranks:
         fill_decode(ranks)
         pools = ranks.prefill.host.runner.pools
         watch, snapshots = Watch(ranks), Snapshots()
@@ -160,7 +165,7 @@ def test_after_a_prefix_hit_what_the_cache_had_leaves_first(budget: int, family:
     model = models(family, CHUNK)
     with unified_ranks(model=model, engine=engine()) as ranks:
         expected = [ranks.run([task])[0] for task in tasks]
-    with disaggregated_ranks(model=model, engine=engine(budget)) as ranks:
+    with waiting_ranks(model=model, engine=engine(budget)) as ranks:
         watch, snapshots = Watch(ranks), Snapshots()
         snapshots.watch(ranks.prefill, ranks.decode)
         outcomes = [ranks.run([task])[0] for task in tasks]
@@ -218,7 +223,7 @@ def layers_with_state(model: Path) -> list[int]:
 def test_a_layer_that_leaves_too_early_is_noticed(family: str, models: Models) -> None:
     model = models(family, CHUNK)
     for layer in layers_with_state(model)[1:]:  # nothing comes before the first one
-        with pytest.MonkeyPatch.context() as patch, disaggregated_ranks(model=model, engine=engine()) as ranks:
+        with pytest.MonkeyPatch.context() as patch, waiting_ranks(model=model, engine=engine()) as ranks:
             reported_before_it_is_written(patch, layer)
             fill_decode(ranks)
             Watch(ranks)
@@ -231,7 +236,7 @@ def test_a_layer_that_is_not_reported_fails_its_request(family: str, models: Mod
     """Also the only layer with keys and values, which no other one can be compared with."""
     model = models(family, CHUNK)
     for layer in layers_with_state(model):
-        with pytest.MonkeyPatch.context() as patch, disaggregated_ranks(model=model, engine=engine()) as ranks:
+        with pytest.MonkeyPatch.context() as patch, waiting_ranks(model=model, engine=engine()) as ranks:
             never_reported(patch, layer)
             (outcome,) = ranks.run([Request(prompt=prompt(100))])
             assert outcome.error is not None and outcome.error.code == "incomplete"
@@ -254,7 +259,7 @@ def test_logits_that_are_not_finite_abort_what_has_left(monkeypatch: pytest.Monk
         return logits
 
     monkeypatch.setattr(ModelRunner, "forward", broken)
-    with disaggregated_ranks(engine=engine()) as ranks:
+    with waiting_ranks(engine=engine()) as ranks:
         watch = Watch(ranks)
         outcomes = ranks.run(tasks)
         pools = ranks.prefill.host.runner.pools
@@ -288,7 +293,7 @@ def test_an_abort_in_the_middle_of_a_step(layer: int, budget: int) -> None:
     task = Request(prompt=prompt(150))
     with unified_ranks(engine=engine()) as ranks:
         expected = ranks.run([task])[0]
-    with disaggregated_ranks(engine=engine(budget)) as ranks:
+    with waiting_ranks(engine=engine(budget)) as ranks:
         first = ranks.submit(task)
         stop_at(ranks, layer, lambda: ranks.abort(first))
         ranks.run_until(lambda: first.ended)
@@ -300,7 +305,7 @@ def test_an_abort_in_the_middle_of_a_step(layer: int, budget: int) -> None:
 
 def test_a_step_that_breaks_ends_its_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `run_rank` does: the exception ends the loop, and closing the role tells decode."""
-    with disaggregated_ranks(engine=engine()) as ranks:
+    with waiting_ranks(engine=engine()) as ranks:
         outcome = ranks.submit(Request(prompt=prompt(150)))
         stop_at(ranks, 4, lambda: 1 // 0)  # type: ignore[arg-type, return-value]
         with pytest.raises(ZeroDivisionError):

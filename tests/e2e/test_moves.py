@@ -24,7 +24,7 @@ from tests.support.stack import MODEL, Server, free_port, generate, running, wai
 TEXT = "Question: Tom has 12 apples and buys 7 more. How many apples does he have?\nAnswer:"
 NEAR_TIE = 1e-4
 LIMIT_S = 20.0
-NUM_TOKENS = 250
+NUM_TOKENS = 500
 
 
 def wait_for(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:

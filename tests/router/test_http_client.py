@@ -217,8 +217,10 @@ async def test_a_listener_that_ends_while_one_connects_is_nobody_who_listens() -
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         asking = asyncio.create_task(network.send("GET", f"http://127.0.0.1:{listener.getsockname()[1]}/"))
-        while not select.select([listener], [], [], 0)[0]:
+        for _ in range(10):  # until it is connecting, and no longer
             await asyncio.sleep(0)
+            if select.select([listener], [], [], 0)[0]:
+                break
     with pytest.raises(WorkerError, match="refused") as caught:
         await asking
     assert caught.value.code == "worker_unavailable"

@@ -47,11 +47,11 @@ class HeldTransport(LoopbackTransport):
 
 
 @contextmanager
-def held_ranks(prefill_engine: EngineConfig, decode_engine: EngineConfig, **timeouts: float) -> Iterator[Ranks]:
+def held_ranks(prefill_engine: EngineConfig, decode_engine: EngineConfig, **transfer: float) -> Iterator[Ranks]:
     """As `disaggregated_ranks`, with a `HeldTransport` on the prefill rank."""
-    prefill = PrefillRole(node_config(Role.PREFILL, engine=prefill_engine, **timeouts), 0, HeldTransport(), Waker())
+    prefill = PrefillRole(node_config(Role.PREFILL, engine=prefill_engine, **transfer), 0, HeldTransport(), Waker())
     try:
-        config = node_config(Role.DECODE, engine=decode_engine, **timeouts)
+        config = node_config(Role.DECODE, engine=decode_engine, **transfer)
         decode = DecodeRole(config, 0, open_transport(config.transfer), Waker())
         try:
             with bootstrap(prefill) as port:

@@ -228,7 +228,7 @@ def test_in_a_burst_the_first_layers_wait_for_one_of_the_last(
 ) -> None:
     monkeypatch.setattr("transfer.sender.BURST_FROM", 3 / 4)
     jobs: list[Any] = []
-    outgoing = Outgoing(FIRST, make_layout(), jobs.append, in_burst=in_burst)
+    outgoing = Outgoing(FIRST, make_layout(), jobs.append, lambda: in_burst)
     counts = []
     for layer in order:
         outgoing.layer_done(layer)
