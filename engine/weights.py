@@ -91,7 +91,7 @@ def _see(place: Place, seen: Seen, file: Path, full: str) -> None:
 
 def _check_complete(file: Path, config: HybridConfig, expected: Mapping[str, tuple[int, ...]], seen: Seen) -> None:
     """Every tensor has been seen, or every piece of it."""
-    missing = [name for name, shape in expected.items() if not _is_complete(shape, seen.get(name, set()))]
+    missing = [each for name, shape in expected.items() for each in _missing(name, shape, seen.get(name, set()))]
     if config.tie_word_embeddings:
         missing = [name for name in missing if name != "lm_head.weight"]
     if missing:
@@ -99,8 +99,11 @@ def _check_complete(file: Path, config: HybridConfig, expected: Mapping[str, tup
         raise _error(file, missing[0], f"missing{more}")
 
 
-def _is_complete(shape: tuple[int, ...], pieces: set[int | None]) -> bool:
-    return None in pieces or len(pieces) == shape[0]
+def _missing(name: str, shape: tuple[int, ...], pieces: set[int | None]) -> list[str]:
+    """What is not there of a tensor: it, or pieces of its stack."""
+    if not pieces:
+        return [name]
+    return [] if None in pieces else [f"{name}[{piece}]" for piece in range(shape[0]) if piece not in pieces]
 
 
 def stored_dtypes(path: str | Path, config: HybridConfig) -> dict[str, str]:

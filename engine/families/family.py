@@ -37,6 +37,10 @@ class Place:
     piece: int | None = None
 
 
+NOWHERE = Place("")
+"""Of a tensor that no model of the family has."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Family:
     """read: the architecture of a folder. Raises ConfigError. place: see `engine.families.place_of`."""
@@ -67,7 +71,7 @@ def place_of_pair(
         return Place(whole[stored])
     found = _LAYER.fullmatch(stored)
     if found is None:
-        return Place(stored)
+        return NOWHERE
     layer, rest = 2 * int(found[1]), found[2]
     norms = {f"{first_norm}.weight": layer, f"{second_norm}.weight": layer + 1}
     if rest in norms:
@@ -75,7 +79,7 @@ def place_of_pair(
     for prefix, (second, ours) in mixers.items():
         if rest.startswith(prefix):
             return place_in_mixer(layer + second, ours + rest.removeprefix(prefix))
-    return Place(stored)
+    return NOWHERE
 
 
 def scaled(pattern: str, factor: float, rows: tuple[tuple[int, float], ...] = ()) -> Adjustment:

@@ -8,6 +8,7 @@ from pathlib import Path
 from engine.config_keys import Keys, read_eos, read_time_step_limit
 from engine.families.family import (
     DEFAULT_CHUNK,
+    NOWHERE,
     NUMBER,
     Place,
     check_divides,
@@ -75,6 +76,8 @@ def place(config: HybridConfig, stored: str) -> Place | None:
     found = _MIXER.fullmatch(short)
     if found is None:
         return Place(short)
+    if found[2].startswith(tuple(_OURS.values())):
+        return NOWHERE
     prefix = next((prefix for prefix in _OURS if found[2].startswith(prefix)), "")
     return place_in_mixer(int(found[1]), _OURS.get(prefix, "") + found[2].removeprefix(prefix))
 

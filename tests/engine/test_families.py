@@ -135,7 +135,7 @@ def test_what_is_multiplied_into_the_weights(folders: Folders) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
-        ("qwen", lambda t: t.pop(f"{EXPERTS}.5.up_proj.weight"), r"layers\.1\.mixer\.experts\.up_proj\.weight: miss"),
+        ("qwen", lambda t: t.pop(f"{EXPERTS}.5.up_proj.weight"), r"layers\.1\.mixer\.experts\.up_proj\.weight\[5\]: miss"),
         ("qwen", lambda t: t.pop("model.layers.3.self_attn.q_norm.weight"), r"layers\.6\.mixer\.q_norm\.weight: miss"),
         (
             "qwen",
@@ -158,6 +158,22 @@ def test_what_is_multiplied_into_the_weights(folders: Folders) -> None:
             "nemotron3",
             lambda t: t.pop("backbone.layers.1.mixer.gate.e_score_correction_bias"),
             r"1\.mixer\.router\.e_score_correction_bias: missing",
+        ),
+        ("qwen", lambda t: t.pop(f"{EXPERTS}.3.up_proj.weight"), r"experts\.up_proj\.weight\[3\]: missing$"),
+        (
+            "qwen",
+            lambda t: [t.pop(f"{EXPERTS}.{i}.up_proj.weight") for i in (2, 7)],
+            r"experts\.up_proj\.weight\[2\]: missing \(and 1 more\)",
+        ),
+        (
+            "falcon",
+            lambda t: t.update({"layers.0.mixer.mamba.D": t.pop("model.layers.0.mamba.D")}),
+            r"layers\.0\.mixer\.mamba\.D: this model has no such",
+        ),
+        (
+            "nemotron3",
+            lambda t: t.update({"backbone.layers.1.mixer.router.weight": t.pop("backbone.layers.1.mixer.gate.weight")}),
+            r"router\.weight: this model has no such",
         ),
     ],
 )  # fmt: skip
