@@ -1,8 +1,9 @@
 """Speed of the native engine on one CUDA device at the shape of Nemotron Nano 9B v2, with random weights.
 
 `python bench/gpu.py [--resume] [--out FOLDER] [--sections NAME,NAME]`; sections: rates, products, handoff (see
-`gpu_handoff.py`), router (see `gpu_router.py`), decode, engine, effects, prefill, profile. Speed does not depend on the
-weights. A section is written when it is done, so that the script can be continued.
+`gpu_handoff.py`), links (see `links.py`; both ends on the one card), router (see `gpu_router.py`), decode, engine,
+effects, prefill, profile. Speed does not depend on the weights. A section is written when it is done, so that the
+script can be continued.
 Floors: decode at batch b reads the weights without the input embedding once, reads and writes b slots and reads b x
 context tokens of KV, at the copy rate of the same run (bytes read plus bytes written); prefill computes 2 FLOP for each
 weight but embedding and head, at the rate of a large matrix product of the same run.
@@ -29,7 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.gpu_handoff import handoff, write_model
 from bench.gpu_router import router
+from bench.links import Shape
+from bench.links import measure as measure_links
 from bench.results import FOLDER, write_result
+from common.config import TransportName
 from common.sampling import LogprobOptions, SamplingParams
 from engine.allocator import PageAllocator, SlotAllocator
 from engine.batch import Row
@@ -387,7 +391,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of gpu.json")
     parser.add_argument("--resume", action="store_true", help="go on with the sections that gpu.json lacks")
-    parser.add_argument("--sections", default="rates,handoff,router,decode,engine,effects,prefill,profile")
+    parser.add_argument("--sections", default="rates,handoff,links,router,decode,engine,effects,prefill,profile")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing to measure")
@@ -399,7 +403,7 @@ def main() -> None:
     for name in arguments.sections.split(","):
         if name in found:
             continue
-        if name not in ("rates", "products", "handoff", "router"):
+        if name not in ("rates", "products", "handoff", "links", "router"):
             bench = bench or Bench(max(BATCHES), max(b * n for b, n in PROMPTS))
         found[name] = measure(name, bench, found.get("rates", {}))
         found.setdefault("made", {})[name] = circumstances(bench)
@@ -416,6 +420,9 @@ def measure(name: str, bench: Bench | None, measured: Figures) -> Figures:
         case "handoff":
             torch.cuda.empty_cache()
             return handoff(nano_9b())
+        case "links":
+            torch.cuda.empty_cache()
+            return links()
         case "router":
             torch.cuda.empty_cache()
             return served()
@@ -432,6 +439,22 @@ def measure(name: str, bench: Bench | None, measured: Figures) -> Figures:
         case "profile":
             return profile(bench)
     raise SystemExit(f"--sections: {name} is none of them")
+
+
+def links() -> Figures:
+    """By transport; over TCP with page-locked memory at the sender and without."""
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(nano_9b(), Path(folder) / "model")
+        shape = Shape(model=Path(folder) / "model", dtype=torch.bfloat16, tokens=(2048, 8192))
+        for name, transport, pinned in (
+            ("cuda_ipc", TransportName.CUDA_IPC, True),
+            ("tcp", TransportName.MOONCAKE, True),
+            ("tcp, not pinned", TransportName.MOONCAKE, False),
+        ):
+            figures[name] = measure_links(transport, ("cuda:0", "cuda:0"), shape, pinned=pinned)
+            print(name, figures[name], flush=True)
+    return figures
 
 
 def served() -> Figures:

@@ -1,7 +1,7 @@
 """How fast bytes go from one device to another: by a transport between two processes, and by plain copies in one.
 
-Used by `two_gpus.py`. `python bench/links.py TRANSPORT DEVICE MODEL_FOLDER DTYPE` is the receiving process: it says
-where its memory lies, answers `check OFFSET NBYTES …` with a digest, and ends with its input.
+Used by `two_gpus.py` and `gpu.py`. `python bench/links.py TRANSPORT DEVICE MODEL_FOLDER DTYPE` is the receiving
+process: it says where its memory lies, answers `check OFFSET NBYTES …` with a digest, and ends with its input.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,9 @@ from common.config import TransferConfig, TransportName
 from engine.families import read_config
 from engine.pools import StatePools
 from node.transport_memory import pool_allocator
-from transfer.plan import all_layers, plan_pages, plan_slot
+from transfer.mooncake import MooncakeTransport
+from transfer.plan import all_layers, batches, plan_pages, plan_slot
+from transfer.sender import MAX_WRITE_BYTES, WRITES_IN_FLIGHT
 from transfer.transport import Block, Transport, open_transport
 
 PAGE, SLOTS = 16, 3
@@ -97,9 +100,14 @@ def receiver(transport: TransportName, device: str, shape: Shape) -> Iterator[Re
         process.communicate()
 
 
-def measure(name: TransportName, devices: tuple[str, str], shape: Shape) -> Figures:
-    """GB/s by kind of blocks: of the transport, of plain copies of the same blocks, and the ratio of the two."""
+def measure(name: TransportName, devices: tuple[str, str], shape: Shape, *, pinned: bool = True) -> Figures:
+    """GB/s by kind of blocks: of the transport, of plain copies of the same blocks, and the ratio of the two.
+
+    pinned: whether Mooncake over TCP reads from page-locked memory."""
     transport = open_transport(TransferConfig(transport=name), devices[0])
+    if not pinned:
+        assert isinstance(transport, MooncakeTransport)
+        transport._slots = None
     pools = shape.pools(transport, devices[0])
     memory = pools.ranges()[0]
     source = _memory(pools)
@@ -110,7 +118,7 @@ def measure(name: TransportName, devices: tuple[str, str], shape: Shape) -> Figu
     figures: Figures = {"installed": transport.name}
     with receiver(name, devices[1], shape) as peer:
         for what, blocks in _cases(pools, peer.base - memory.address, shape).items():
-            write_ms = median_ms(lambda blocks=blocks: transport.write(peer.session, blocks))
+            write_ms = median_ms(lambda blocks=blocks: _write(transport, peer.session, blocks))
             copy_ms = median_ms(lambda blocks=blocks: _copy(source, plain, blocks, memory.address, peer.base))
             nbytes = sum(block.nbytes for block in blocks)
             figures[what] = {
@@ -152,6 +160,17 @@ def _cases(pools: StatePools, shift: int, shape: Shape) -> dict[str, list[Block]
             blocks = plan_slot(layout, mine, theirs, (1, 2), layers, track=False)
             cases[f"{tokens} tokens{what}"] = blocks + plan_pages(layout, mine, theirs, pairs, layers)
     return cases
+
+
+def _write(transport: Transport, session: str, blocks: Sequence[Block]) -> None:
+    """As the hand-off does."""
+    waits: deque[Callable[[], None]] = deque()
+    for batch in batches(blocks, MAX_WRITE_BYTES):
+        if len(waits) == WRITES_IN_FLIGHT:
+            waits.popleft()()
+        waits.append(transport.begin(session, batch))
+    while waits:
+        waits.popleft()()
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor, blocks: Sequence[Block], mine: int, theirs: int) -> None:

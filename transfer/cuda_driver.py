@@ -14,6 +14,7 @@ from common.errors import ConfigError, TransferError
 HANDLE_BYTES = 64
 _GRANULE_BYTES = 2 << 20  # a handle stands for a whole allocation of the driver, which never shares one of this size
 _OPEN_ENABLES_PEERS = 1
+_PORTABLE = 1
 _LEGACY_STREAM = 1
 
 
@@ -47,6 +48,15 @@ class CudaDriver:
         self._call("cuCtxSynchronize")
         return address.value
 
+    def allocate_pinned(self, nbytes: int) -> int:
+        """The address of page-locked memory of the host, which the card reaches at the same one. It is given back when
+        the process ends."""
+        address = c_void_p()
+        self._here()
+        self._call("cuMemHostAlloc", byref(address), c_size_t(nbytes), c_uint(_PORTABLE))
+        assert address.value is not None
+        return address.value
+
     def settle(self) -> None:
         """Wait for the default stream, where libraries copy that were not given one; nothing of ours runs there."""
         self._here()
@@ -72,6 +82,11 @@ class CudaDriver:
         """Queue a copy on a stream (its handle), to be made by a copy engine."""
         self._here()
         self._call("cuMemcpyDtoDAsync_v2", c_uint64(target), c_uint64(source), c_size_t(nbytes), c_void_p(stream))
+
+    def copy_to_host(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        """The same to page-locked memory."""
+        self._here()
+        self._call("cuMemcpyDtoHAsync_v2", c_void_p(target), c_uint64(source), c_size_t(nbytes), c_void_p(stream))
 
     def close(self, address: int) -> None:
         """Let go of what `open` gave. No copy may be under way."""

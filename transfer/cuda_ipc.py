@@ -17,26 +17,23 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from common.errors import ConfigError, TransferError
 from transfer.cuda_driver import HANDLE_BYTES, CudaDriver
-from transfer.device_kernels import WORD_BYTES, copy_blocks
+from transfer.device_copy import copy_stream, queue_copies, wait_for
 from transfer.transport import Block
 
 log = logging.getLogger(__name__)
 
 _BYE = b"."
 _BACKLOG = 128
-_LARGE_BYTES = 1 << 16
 
 
 class Opened(NamedTuple):
@@ -105,22 +102,12 @@ class CudaIpcTransport:
         self.begin(session, blocks, nth_room)()
 
     def begin(self, session: str, blocks: Sequence[Block], nth_room: int = 0) -> Callable[[], None]:
-        """The copies are queued on a stream of this peer's: large blocks for the copy engine, which leaves the
-        multiprocessors to the prompt, the others as one kernel. What they read must be complete: nothing orders them
-        behind other streams."""
+        """The copies are queued on a stream of this peer's, see `queue_copies`."""
         with self._lock:
             peer = self._reach(session)
-            placed = [(block, locate(peer.ranges, block), _words(block)) for block in blocks]
-            with torch.cuda.stream(peer.stream), _as_errors("write"):
-                for block, target, _ in placed:
-                    if block.nbytes >= _LARGE_BYTES:
-                        self._driver.copy(block.src, target, block.nbytes, peer.stream.cuda_stream)
-                small = [(block.src, target, words) for block, target, words in placed if block.nbytes < _LARGE_BYTES]
-                sources, targets, words = np.array(small, np.int64).reshape(-1, 3).T
-                copy_blocks(sources, targets, words, self.device)
-                written = torch.cuda.Event(blocking=True)
-                written.record()
-        return partial(_wait, written)
+            placed = [block._replace(dst=locate(peer.ranges, block)) for block in blocks]
+            written = queue_copies(placed, self._driver.copy, peer.stream)
+        return partial(wait_for, written)
 
     def settle(self) -> None:
         """A write has ended when its event was seen."""
@@ -139,7 +126,7 @@ class CudaIpcTransport:
         """Nothing to close: a write that has failed is over when its stream is empty."""
         with self._lock:
             for peer in self._peers.values():
-                _wait(peer.stream)
+                wait_for(peer.stream)
         return True
 
     def reaches(self, session: str) -> bool:
@@ -181,25 +168,21 @@ class CudaIpcTransport:
             raise TransferError(f"cuda_ipc: {session[:60]} is of another host", code="bad_session")
         if f"{pid}:{start}" == own_label():
             own = tuple(Opened(address, nbytes, address) for address, nbytes, _ in ranges)
-            return _Peer(own, self._stream(), None)
+            return _Peer(own, copy_stream(self.device), None)
         visit = _enter(door, pid)
         opened: list[Opened] = []
         try:
             for address, nbytes, handle in ranges:
                 opened.append(Opened(address, nbytes, self._driver.open(handle)))
-            return _Peer(tuple(opened), self._stream(), visit)
+            return _Peer(tuple(opened), copy_stream(self.device), visit)
         except TransferError:
             for memory in opened:
                 self._driver.close(memory.local)
             _leave(visit)
             raise
 
-    def _stream(self) -> torch.cuda.Stream:
-        """Of high priority: a copy shall not wait for the kernels of a whole prompt."""
-        return torch.cuda.Stream(self.device, priority=-1)
-
     def _let_go(self, peer: _Peer) -> None:
-        _wait(peer.stream)
+        wait_for(peer.stream)
         if peer.door is not None:
             for memory in peer.ranges:
                 self._driver.close(memory.local)
@@ -281,28 +264,6 @@ def _runs(label: str) -> bool:
     except OSError:
         return False
     return fields[0] not in "ZX" and fields[19] == start
-
-
-def _wait(done: torch.cuda.Event | torch.cuda.Stream) -> None:
-    with _as_errors("write"):
-        done.synchronize()
-
-
-@contextmanager
-def _as_errors(what: str) -> Iterator[None]:
-    """What torch raises for CUDA as a TransferError."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise TransferError(f"cuda_ipc: {what}: {reason}", code="write_failed") from error
-
-
-def _words(block: Block) -> int:
-    """Raises TransferError when the block is not made of whole words."""
-    if (block.src | block.dst | block.nbytes) % WORD_BYTES:
-        raise TransferError(f"cuda_ipc copies words of {WORD_BYTES} bytes, not {block}", code="bad_address")
-    return block.nbytes // WORD_BYTES
 
 
 def locate(ranges: Sequence[Opened], block: Block) -> int:

@@ -25,6 +25,7 @@ from typing import IO, Any
 from common.config import Protocol, TransferConfig
 from common.errors import ConfigError, TransferError
 from transfer.cuda_driver import CudaDriver, card_of
+from transfer.pinned import Slots
 from transfer.sockets import connected_to, open_files, own_sockets
 from transfer.transport import Block
 
@@ -36,6 +37,8 @@ DEVICE_SETTINGS = HOST_SETTINGS | {
     "MC_TCP_LANES_PER_PEER": "8",
     "MC_TCP_SLICE_SIZE": str(4 << 20),
 }
+SLOT_BYTES = 32 << 20  # as the largest write
+NUM_SLOTS = 8  # two for each writer of one peer
 PACE_BYTES = 1 << 20
 PACE_SHARE = 0.7
 SHORTEST_SLEEP_S = 1e-4
@@ -60,6 +63,7 @@ class MooncakeTransport:
         self._lock = threading.Lock()
         self._buffers: list[mmap.mmap] = []
         self._registered: dict[int, int] = {}
+        self._slots: Slots | None = None
         self._pace = Pace()
 
     def bursts(self, session: str) -> bool:
@@ -103,6 +107,29 @@ class MooncakeTransport:
         """Mooncake's own threads write."""
         if not blocks:
             return lambda: None
+        slots = self._slots
+        slot = slots.take(blocks) if slots is not None else None
+        if slots is None or slot is None:
+            return self._begin(session, blocks)
+        return self._begin_from(slots, slot, session, blocks)
+
+    def _begin_from(self, slots: Slots, slot: int, session: str, blocks: Sequence[Block]) -> Callable[[], None]:
+        """By way of page-locked memory."""
+        try:
+            wait = self._begin(session, slots.fill(slot, blocks))
+        except TransferError:
+            slots.give_back(slot)
+            raise
+
+        def landed() -> None:
+            try:
+                wait()
+            finally:  # a failed write that goes on writes to memory that decode still holds back
+                slots.give_back(slot)
+
+        return landed
+
+    def _begin(self, session: str, blocks: Sequence[Block]) -> Callable[[], None]:
         sources, targets, sizes, _ = (list(column) for column in zip(*blocks, strict=True))
         started_s = time.monotonic()
         batch = self._engine.batch_transfer_async_write(session, sources, targets, sizes)
@@ -161,18 +188,29 @@ class MooncakeTransport:
 
 
 class DeviceMooncakeTransport(MooncakeTransport):
-    """The same for the memory of a card: over TCP Mooncake copies it to and from the host, over RDMA the adapter reads
-    and writes it. One write leaves most of the way idle, so several rooms are written at a time."""
+    """The same for the memory of a card: over TCP it goes through the host, at the sender by way of page-locked memory,
+    over RDMA the adapter reads and writes it. One write leaves most of the way idle, so several rooms are written at a
+    time."""
 
     on_device = True
     writers = 4
 
-    def __init__(self, config: TransferConfig, card: int) -> None:
-        """Raises ConfigError, also for a Mooncake that knows no CUDA."""
+    def __init__(self, config: TransferConfig, card: int, *, pinned: bool = True) -> None:
+        """pinned: whether TCP reads from page-locked memory. Raises ConfigError, also for a Mooncake that knows no
+        CUDA."""
         check_device_build(config, card)
         super().__init__(config, DEVICE_SETTINGS)
         self.card = card
         self._driver = CudaDriver(card)
+        if pinned and config.protocol is Protocol.TCP:
+            from transfer.device_copy import HostCopies
+
+            self._slots = Slots(SLOT_BYTES, NUM_SLOTS, self._pinned_buffer, HostCopies(self._driver, card))
+
+    def _pinned_buffer(self, nbytes: int) -> int:
+        address = self._driver.allocate_pinned(nbytes)
+        self.register(address, nbytes)
+        return address
 
     def device_buffer(self, nbytes: int) -> int:
         address = self._driver.allocate(nbytes)

@@ -115,7 +115,7 @@ def test_without_a_card() -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("transfer.cuda_ipc", "transfer.device_kernels"):
+    for name in ("transfer.cuda_ipc", "transfer.device_copy", "transfer.device_kernels"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ConfigError, match=r"--transport cuda_ipc: .*triton.*; install the extra gpu") as caught:
