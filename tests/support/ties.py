@@ -11,7 +11,7 @@ from torch import Tensor
 
 import engine.ops.moe
 
-ROUNDING = 3e-5
+ROUNDING = 1e-5
 
 
 class Routing:
