@@ -188,12 +188,21 @@ class Channel:
                 self._loop.remove_writer(self._sock)
 
 
+def open_channel(sock: socket.socket, loop: asyncio.AbstractEventLoop) -> Channel:
+    """Raises OSError, and then the socket is closed: it was reset before it was looked at."""
+    try:
+        return Channel(sock, loop)
+    except OSError:
+        sock.close()
+        raise
+
+
 async def connect(host: str, port: int) -> Channel:
     """The addresses of a host are tried in turn. Raises WorkerError when nobody answers at any of them."""
     loop = asyncio.get_running_loop()
     try:
         addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return Channel(await _first_to_answer(addresses), loop)
+        return open_channel(await _first_to_answer(addresses), loop)
     except (OSError, ValueError, OverflowError) as error:  # the last two: no host name, no port number
         raise WorkerError(f"no prefill node answers at {host}:{port}: {error}", code="peer_unreachable") from error
 

@@ -7,11 +7,11 @@ import errno
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from common.errors import ConfigError, ServingError, WorkerError
-from transfer.channel import Channel, connect
+from transfer.channel import Channel, connect, open_channel
 from transfer.handshake import brief, introduce, welcome
 from transfer.messages import Hello
 
@@ -71,15 +71,12 @@ class FrameServer:
                 log.warning("a connection could not be taken: %s", error)
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
-            self._spawn(self._welcome(sock, loop))
+            with suppress(OSError):
+                self._talk_apart(open_channel(sock, loop))
 
-    async def _welcome(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            channel = Channel(sock, loop)
-        except OSError:  # reset before it was looked at
-            sock.close()
-            return
-        await self._talk(channel)
+    def _talk_apart(self, channel: Channel) -> None:
+        """The connection ends with the task, also with one that is cancelled before it has begun."""
+        self._spawn(self._talk(channel)).add_done_callback(lambda _: channel.close())
 
     async def _talk(self, channel: Channel) -> None:
         mine, theirs = self._hello(), None
@@ -95,8 +92,6 @@ class FrameServer:
             is_normal = theirs is not None and not mine.session and error.code == "peer_lost"
             level = logging.DEBUG if is_normal else logging.INFO
             log.log(level, "connection from %s ended: %s", channel.peer_host, brief(error))
-        finally:
-            channel.close()
 
     @contextmanager
     def _greeting(self) -> Iterator[None]:
@@ -112,10 +107,11 @@ class FrameServer:
         finally:
             self._greetings.pop(task, None)
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

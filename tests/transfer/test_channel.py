@@ -12,9 +12,9 @@ import pytest
 
 from common.errors import TransferError, WorkerError
 from common.net import is_loopback
-from transfer.channel import Channel, connect
+from transfer.channel import Channel, connect, open_channel
 from transfer.messages import Drained, Message, Ping
-from transfer.server import listen
+from transfer.server import FrameServer, listen
 
 LOOPBACKS = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
 
@@ -40,6 +40,26 @@ async def test_messages_are_handed_over_however_their_bytes_arrive() -> None:
             await asyncio.wait_for(pump, 2)
     finally:
         channel.close()
+
+
+async def test_a_connection_that_is_reset_before_it_is_looked_at_is_closed() -> None:
+    with listen("127.0.0.1", 0)[0] as listener:
+        sock = socket.create_connection(listener.getsockname())
+    with pytest.raises(OSError):
+        open_channel(sock, asyncio.get_running_loop())
+    assert sock.fileno() == -1
+
+
+async def test_a_server_that_ends_closes_what_it_has_just_accepted() -> None:
+    async def never(channel: Channel, hello: object) -> None:
+        raise AssertionError
+
+    server = FrameServer("127.0.0.1", 0, None, never, 5.0, never)  # type: ignore[arg-type]
+    channel, far = connected()
+    server._talk_apart(channel)
+    await server.close()
+    assert channel._sock.fileno() == -1
+    far.close()
 
 
 async def test_what_came_with_the_greeting_is_handed_over_too() -> None:
