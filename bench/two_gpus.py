@@ -5,7 +5,7 @@ devices; `--device cpu` tries all of it with tiny sizes and the bundled model. E
 when it is done, so that the script can be continued; what failed is told and tried again by the next one.
 
     mini        the bundled model, float32: parity with a unified node, gsm-mini cold and warm
-    split       the same with two decode nodes, one on the prefill node's card
+    split       the same with a decode node of two ranks, one on the prefill node's card
     first       time to first token at the shape of Nemotron Nano 9B v2, random weights (as all that follow)
     links       GB/s between the cards, by transport, against plain peer copies of the same blocks
     streams     gaps between the tokens of running answers while prompts arrive
@@ -177,7 +177,11 @@ class Stack:
             "mini unified": ("unified", 0, mini),
             "mini prefill": ("prefill", 0, mini | peer),
             "mini decode": ("decode", 1, mini | peer),
-            "mini decode beside": ("decode", 0, mini | peer),
+            "mini decode ranks": (
+                "decode",
+                0,
+                mini | peer | {"dp-size": 2, "device": scale.devices[0].partition(":")[0]},
+            ),
             "unified 0": ("unified", 0, nano),
             "unified 1": ("unified", 1, nano),
             "mixed 0": ("unified", 0, mixed),
@@ -194,7 +198,7 @@ class Stack:
     def routers() -> dict[str, tuple[list[str], list[str], dict[str, object]]]:
         return {
             "mini router": (["mini prefill"], ["mini decode"], {}),
-            "split router": (["mini prefill"], ["mini decode", "mini decode beside"], {}),
+            "split router": (["mini prefill"], ["mini decode ranks"], {}),
             "router": (["prefill"], ["decode"], {}),
             "late router": (["late prefill"], ["decode"], {}),
             "one card router": (["prefill"], ["decode beside"], {}),
@@ -252,7 +256,7 @@ def rows() -> list[Row]:
     """Those with the bundled model come first: its nodes are up while the others load."""
     return [
         Row(name="mini", work=mini, servers=MINI, limit_s=90),
-        Row(name="split", work=split, servers=(*MINI, "mini decode beside", "split router"), limit_s=40),
+        Row(name="split", work=split, servers=(*MINI, "mini decode ranks", "split router"), limit_s=40),
         Row(
             name="first",
             work=partial(first, ways={"unified": "unified 0", "router": "router", "late": "late router"}),
@@ -315,7 +319,7 @@ def mini(bench: Bench) -> Figures:
 
 def split(bench: Bench) -> Figures:
     """Decode nodes on both cards, fed by one prefill node: what data-parallel decode will be, by nodes."""
-    return checked(bench, "split router", "mini decode beside")
+    return checked(bench, "split router", "mini decode ranks")
 
 
 def checked(bench: Bench, router: str, decode: str) -> Figures:
@@ -324,7 +328,8 @@ def checked(bench: Bench, router: str, decode: str) -> Figures:
     info = bench.servers.info(decode)
     asked = bench.scale.peer.value
     assert info["transport"].startswith(asked), f"{info['transport']} in place of {asked}"
-    counters = info["internal_states"][0]["transfer"]
+    counters = [rank["transfer"] for rank in info["internal_states"]]
+    assert all(each["rooms_total"].get("committed") for each in counters), f"a rank has received nothing: {counters}"
     return found | {"transport": info["transport"], "verify": info["verify"], "transfer": counters}
 
 
