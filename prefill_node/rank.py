@@ -103,12 +103,13 @@ class PrefillRole:
 
     def _may_begin_early(self, sequence: Sequence) -> bool:
         """Whether to compute it before decode has memory for it: there is nothing else to do, and what it holds leaves
-        enough for any other, so that no room that decode has opened ever waits for it. Not if most of it is cached
-        here: it may be at decode too, which then declines the room."""
+        enough for any other, so that no room that decode has opened ever waits for it. Not while its grammar is being
+        compiled: another prompt could pass it and cache the same pages, which it would then hold beside its own. Not if
+        most of it is cached here: it may be at decode too, which then declines the room."""
         scheduler, memory = self.host.scheduler, self.host.scheduler.memory
         if self.config.disable_early_prefill or self.early is not None or scheduler.has_work():
             return False
-        if self.host.lacks_little(sequence):
+        if not sequence.is_ready() or self.host.lacks_little(sequence):
             return False
         pages = memory.pages_for(sequence.num_tokens) + memory.pages_for(self.host.context_length)
         return pages <= memory.pages.num_usable and memory.slots.num_usable > MAX_SLOTS
@@ -236,7 +237,10 @@ class PrefillRole:
 
     def _answer_declined(self, room: PrefillRoom) -> None:
         """Decode holds enough of the prompt to compute the rest: a normal answer without a token ends this leg."""
+        if room.failed:
+            return
         self.host.scheduler.remove(room.sequence)  # it may have begun early
+        room.sequence.num_cached_tokens = 0  # nothing of the answer rests on them
         finish = FinishReason(type="length", length=0)
         self.host.emit(Emission(sequence=room.sequence, token=None, finish=finish), Timing())
 

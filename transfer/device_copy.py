@@ -21,14 +21,15 @@ def queue_copies(
 ) -> torch.cuda.Event:
     """Queue copies from `src` to `dst`, both as this process' device sees them. The event: when all are made.
 
-    copy(source, target, bytes, stream's handle): queues a large one, so that the multiprocessors are left to the
-    prompt. What is read must be complete: nothing orders the copies behind other streams. Raises TransferError.
+    copy(source, target, bytes, stream's handle): queues one that is large, so that the multiprocessors are left to the
+    prompt, or not of whole words. What is read must be complete: nothing orders the copies behind other streams. Raises
+    TransferError.
     """
     with torch.cuda.stream(stream), as_errors("write"):
         for block in blocks:
-            if block.nbytes >= _LARGE_BYTES:
+            if not _is_for_kernel(block):
                 copy(block.src, block.dst, block.nbytes, stream.cuda_stream)
-        small = [(block.src, block.dst, words_of(block)) for block in blocks if block.nbytes < _LARGE_BYTES]
+        small = [(block.src, block.dst, block.nbytes // WORD_BYTES) for block in blocks if _is_for_kernel(block)]
         sources, targets, words = np.array(small, np.int64).reshape(-1, 3).T
         copy_blocks(sources, targets, words, stream.device)
         written = torch.cuda.Event(blocking=True)
@@ -56,11 +57,8 @@ def as_errors(what: str) -> Iterator[None]:
         raise TransferError(f"CUDA: {what}: {reason}", code="write_failed") from error
 
 
-def words_of(block: Block) -> int:
-    """Raises TransferError when the block is not made of whole words."""
-    if (block.src | block.dst | block.nbytes) % WORD_BYTES:
-        raise TransferError(f"copies are of words of {WORD_BYTES} bytes, not of {block}", code="bad_address")
-    return block.nbytes // WORD_BYTES
+def _is_for_kernel(block: Block) -> bool:
+    return block.nbytes < _LARGE_BYTES and not (block.src | block.dst | block.nbytes) % WORD_BYTES
 
 
 class HostCopies:

@@ -117,7 +117,7 @@ class MooncakeTransport:
         """By way of page-locked memory."""
         try:
             wait = self._begin(session, slots.fill(slot, blocks))
-        except TransferError:
+        except BaseException:
             slots.give_back(slot)
             raise
 

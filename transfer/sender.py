@@ -126,6 +126,7 @@ class PrefillTransfer:
         self._workers: set[threading.Thread] = set()
         self._gate = WriteGate()
         self._doubts: dict[tuple[str, int], int] = {}
+        self._refusals: dict[int, tuple[ServingError, float]] = {}  # of rooms that failed before decode spoke of them
         self._reopened = False
         self._counts: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
@@ -156,6 +157,7 @@ class PrefillTransfer:
             if entry.rid is not None or not entry.live:
                 raise RequestError(f"room {room} is in use", code="room_in_use", param="bootstrap_room")
             entry.rid = rid
+            self._refusals.pop(room, None)
             match entry.state:
                 case RoomState.DECLINED:
                     self._end_declined(entry)
@@ -168,12 +170,12 @@ class PrefillTransfer:
         Each layer gets the pieces of a prompt in order, the slots with the last one.
         """
         with self._lock:
-            entry = self._rooms.get(room)
+            entry = self._expected(room)
         return Outgoing(piece, self._layout, lambda job: self._submit(entry, job), lambda: self._leaves_in_burst(entry))
 
     def _leaves_in_burst(self, entry: Room | None) -> bool:
         """Also while nobody is known to get it: nothing can leave then."""
-        if entry is None:
+        if entry is None or not entry.live:
             return False
         peer = entry.peer
         return peer is None or self._transport.bursts(peer.link.peer.session)
@@ -189,12 +191,12 @@ class PrefillTransfer:
     def commit(self, room: int, metadata: HandoffMetadata) -> None:
         """Compute is finished and everything was sent. Pages and slots stay as they are until `Released`."""
         with self._lock:
-            self._submit(self._rooms.get(room), Finish(metadata))
+            self._submit(self._expected(room), Finish(metadata))
 
     def abort(self, room: int, error: ServingError) -> None:
         """End the room on both sides. A room that is over already is no fault."""
         with self._lock:
-            entry = self._rooms.get(room)
+            entry = self._expected(room)
             if entry is not None:
                 self._fail(entry, error)
 
@@ -237,6 +239,11 @@ class PrefillTransfer:
             worker.join(max(0.0, deadline - time.monotonic()))
 
     # Rooms. All of these need the lock.
+
+    def _expected(self, room: int) -> Room | None:
+        """The room that the scheduler speaks of. When that is over, decode may have begun to use the number again."""
+        entry = self._rooms.get(room)
+        return None if entry is None or entry.rid is None else entry
 
     def _add(self, room: int, state: RoomState, timeout_s: float, waiting_for: str) -> Room:
         nth = self._counts["started"]
@@ -292,6 +299,8 @@ class PrefillTransfer:
     def _fail(self, entry: Room, error: ServingError, *, tell: bool = True) -> None:
         if not entry.live:
             return
+        if entry.state is RoomState.EXPECTED:
+            self._refusals[entry.room] = error, time.monotonic() + self._config.bootstrap_timeout_s
         entry.move(RoomState.DRAINING)
         entry.deadline_s = None
         log.warning("room %s failed: %s", entry.room, brief(error))
@@ -358,7 +367,7 @@ class PrefillTransfer:
                     raise TransferError(f"unexpected {type(message).__name__} from decode", code="protocol_error")
 
     def _opened(self, peer: Peer, message: Open) -> None:
-        refusal = self._refusal(peer.link.peer, message)
+        refusal = self._take_refusal(message.room) or self._refusal(peer.link.peer, message)
         if refusal is not None:
             peer.link.channel.send(Failed(room=message.room, lease=message.lease, error=refusal.record()))
             peer.link.channel.send(Drained(room=message.room, lease=message.lease))
@@ -372,7 +381,13 @@ class PrefillTransfer:
         """Decode speaks of a room whose prefill leg is not here yet."""
         return self._add(room, state, self._config.bootstrap_timeout_s, "the prefill leg")
 
+    def _take_refusal(self, room: int) -> ServingError | None:
+        refusal = self._refusals.pop(room, None)
+        return None if refusal is None else refusal[0]
+
     def _declined(self, message: Decline) -> None:
+        if self._take_refusal(message.room) is not None:
+            return
         entry = self._rooms.get(message.room) or self._add_early(message.room, RoomState.DECLINED)
         match entry.state:
             case RoomState.EXPECTED:
@@ -447,6 +462,7 @@ class PrefillTransfer:
                 waited = self._config.liveness_timeout_s
                 name = peer.link.peer.node_id
                 self._fail_all(peer, WorkerError(f"decode rank {name} was silent for {waited} s", code="peer_silent"))
+        self._refusals = {room: (error, until) for room, (error, until) in self._refusals.items() if until > now}
         for entry in [e for e in self._rooms.values() if e.deadline_s is not None and e.deadline_s < now]:
             if entry.state is RoomState.DECLINED:
                 self._remove(entry)  # nobody came for it

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from common.config import EngineConfig
 from engine.batch import OnLayer, Row
 from engine.runner import ModelRunner
-from engine.sequence import Phase
-from node.messages import Abort
+from engine.sequence import Phase, Sequence
+from node.messages import Abort, Failure, Updates
 from tests.e2e.test_rooms import leg
 from tests.support.models import FAMILIES, Models
 from tests.support.ranks import (
@@ -28,8 +29,10 @@ from tests.support.ranks import (
     assert_equivalent,
     disaggregated_ranks,
 )
+from transfer.posting import Piece
 
 CHUNK, LITTLE = 64, 256
+FORWARD = ModelRunner.forward
 FAMILY_CHUNK = 16
 
 
@@ -59,6 +62,12 @@ def prefill_alone(ranks: Ranks, done: Callable[[], bool] | None = None) -> None:
         if done():
             return
     raise AssertionError("the prefill rank did not get there")
+
+
+def forget(ranks: Ranks) -> None:
+    """Prefill has cached nothing any more; decode has."""
+    ranks.run_until(lambda: not ranks.prefill.rooms)
+    ranks.prefill.host.scheduler.memory.flush()
 
 
 def steps(ranks: Ranks) -> int:
@@ -214,7 +223,7 @@ def test_decode_declines_what_has_begun(point: str, overlap: bool) -> None:
     task = Request(prompt=prompt(5 * CHUNK + 9))
     with disaggregated_ranks(engine=engine(overlap=overlap)) as ranks:
         (first,) = ranks.run([task])
-        ranks.prefill.host.scheduler.memory.flush()
+        forget(ranks)
         computed = steps(ranks)
         ranks.prefill.host.scheduler.counters.prefill_steps = 0
         again = ranks.submit(task)
@@ -257,23 +266,155 @@ def test_nobody_opens_the_room() -> None:
         assert ranks.prefill.early is None
 
 
+def broken(self: ModelRunner, rows: list[Row], on_layer: OnLayer | None = None) -> Tensor:
+    return torch.full_like(FORWARD(self, rows, on_layer), torch.nan)
+
+
 def test_one_that_fails_before_decode_has_opened_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ModelRunner.forward
-
-    def broken(self: ModelRunner, rows: list[Row], on_layer: OnLayer | None = None) -> Tensor:
-        return torch.full_like(original(self, rows, on_layer), torch.nan)
-
-    with disaggregated_ranks(engine=engine()) as ranks:
+    """Decode hears why, at once."""
+    with disaggregated_ranks(engine=engine(), bootstrap_timeout_s=20.0) as ranks:
         task = Request(prompt=prompt(100))
         with monkeypatch.context() as patch:
             patch.setattr(ModelRunner, "forward", broken)
             failing = ranks.submit(task)
             prefill_alone(ranks)
-            ranks.step()
-        failed = ranks.legs[failing.rid].error
-        assert failed is not None and failed.code == "non_finite_logits"
-        ranks.abort(failing)  # as a router does
-        ranks.run_until(lambda: failing.ended)
+        ranks.run_until(lambda: failing.ended, 5)
+        for error in (failing.error, ranks.legs[failing.rid].error):
+            assert error is not None and error.code == "non_finite_logits"
         ranks.assert_all_free()
-        (again,) = ranks.run([task])
-        assert again.error is None
+        assert ranks.run([task])[0].error is None
+
+
+def test_a_failed_room_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor against who uses its number again."""
+    with disaggregated_ranks(engine=engine(), bootstrap_timeout_s=0.3) as ranks:
+        refusals = ranks.prefill.transfer._refusals
+        for again in (False, True):
+            leg(ranks, ranks.prefill, rid="a", room=7, prompt=prompt(100))
+            ranks.prefill.abort(Abort(rid="a"))
+            ranks.prefill.poll()
+            assert list(refusals) == [7]
+            if again:
+                leg(ranks, ranks.prefill, rid="b", room=7, prompt=prompt(100))
+                leg(ranks, ranks.decode, rid="b", room=7, prompt=prompt(100))
+                ranks.run_until(lambda: ranks.outcomes["b"].ended)
+                assert ranks.outcomes["b"].error is None
+            until(lambda: not ranks.prefill.transfer._refusals)
+            refusals = ranks.prefill.transfer._refusals
+        ranks.assert_all_free()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+# What comes while decode's word has not been taken in yet
+
+
+@contextmanager
+def declined_unread(**settings: Any) -> Iterator[Ranks]:
+    """An early prompt in room 77 that decode has declined; the rank does not know of it yet."""
+    cached = prompt(5 * CHUNK + 9)
+    with disaggregated_ranks(engine=engine(2048), **settings) as ranks:
+        ranks.run([Request(prompt=cached)])
+        forget(ranks)
+        leg(ranks, ranks.prefill, rid="a", room=77, prompt=cached)
+        leg(ranks, ranks.decode, rid="a", room=77, prompt=cached)
+        until(lambda: 77 not in ranks.prefill.transfer._rooms)
+        yield ranks
+        ranks.run_until(lambda: not ranks.decode.host.scheduler.has_work())
+        ranks.assert_all_free()
+        assert ranks.prefill.early is None
+
+
+def ends(ranks: Ranks) -> list[str]:
+    """Of requests, as the prefill rank tells its front."""
+    found: list[str] = []
+    for message in ranks.prefill.take_outbox():
+        match message:
+            case Failure(error=error):
+                found.append(str(error.code))
+            case Updates(items=items):
+                found += [str(update.finish) for update in items]
+    return found
+
+
+def test_it_fails_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    with declined_unread() as ranks:
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelRunner, "forward", broken)
+            ranks.prefill.step()
+        ranks.prefill.poll()
+        assert ends(ranks) == ["non_finite_logits"]
+
+
+def test_its_client_leaves_meanwhile_and_its_rid_comes_back() -> None:
+    with declined_unread() as ranks:
+        ranks.prefill.abort(Abort(rid="a"))
+        assert ends(ranks) == ["aborted"]
+        leg(ranks, ranks.prefill, rid="a", room=78, prompt=prompt(100, seed=4))
+        ranks.prefill.poll()
+        assert ends(ranks) == []
+        ranks.prefill.abort(Abort(rid="a"))
+        ends(ranks)
+
+
+@pytest.mark.parametrize("second", ["declined", "opened"])
+def test_decode_uses_its_number_again_meanwhile(second: str) -> None:
+    """The end of its prompt is nothing to the room that has the number now."""
+    with declined_unread() as ranks:
+        again = prompt(5 * CHUNK + 9) if second == "declined" else prompt(100, seed=5)
+        other = leg(ranks, ranks.decode, rid="b", room=77, prompt=again)
+        while ranks.decode.step():  # what it computes itself comes first
+            continue
+        ranks.decode.poll()
+        until(lambda: 77 in ranks.prefill.transfer._rooms)
+        ranks.prefill.step()
+        assert steps(ranks) > 0
+        ranks.prefill.abort(Abort(rid="a"))
+        ranks.prefill.poll()
+        theirs = leg(ranks, ranks.prefill, rid="b", room=77, prompt=again)
+        ranks.run_until(lambda: other.ended and theirs.ended)
+        assert other.error is None and theirs.error is None
+
+
+class LateGrammar:
+    """Not compiled yet."""
+
+    def is_ready(self, timeout_s: float) -> bool:
+        return False
+
+
+def test_one_whose_grammar_is_not_there_yet_does_not_begin() -> None:
+    """Whoever passes it with the same prefix would cache pages that it then holds beside its own."""
+    task = Request(prompt=prompt(100))
+    with disaggregated_ranks(engine=engine()) as ranks:
+        sequence = Sequence(
+            rid="a", prompt_ids=task.prompt, sampling=task.params(), logprobs=task.logprobs, arrival_s=0.0
+        )
+        assert ranks.prefill._may_begin_early(sequence)
+        sequence.grammar = LateGrammar()  # type: ignore[assignment]
+        assert not ranks.prefill._may_begin_early(sequence)
+
+
+def test_a_room_that_is_over_is_no_question_to_the_transport() -> None:
+    """It may have let go of the peer, and would reach it anew."""
+    with disaggregated_ranks(engine=engine(2048)) as ranks:
+        outcome = ranks.submit(Request(prompt=prompt(100)))
+        transfer = ranks.prefill.transfer
+        asked: list[str] = []
+        ranks.prefill.transport.bursts = lambda session: not asked.append(session)  # type: ignore[method-assign,func-returns-value]
+        outgoing = transfer.announce(1, Piece(0, ()))
+        ranks.decode.poll()
+        until(lambda: any(room.peer for room in transfer._rooms.values()))
+        outgoing.layer_done(0)
+        assert len(asked) == 1
+        ranks.abort(outcome)
+        for layer in range(1, 4):
+            outgoing.layer_done(layer)
+        assert len(asked) == 1
+        ranks.run_until(lambda: outcome.ended)
+        ranks.assert_all_free()

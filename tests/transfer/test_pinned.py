@@ -123,6 +123,21 @@ def test_a_slot_comes_back_when_the_write_fails(way: Callable[[int], Way], capfd
     capfd.readouterr()  # what Mooncake says about it
 
 
+def test_where_no_slot_can_be_made_writes_leave_straight(way: Callable[[int], Way]) -> None:
+    made = way(2)
+
+    def refuse(nbytes: int) -> int:
+        raise TransferError("no memory", code="register_failed")
+
+    first = made.begin((0, 64))
+    made.slots._allocate = refuse
+    made.begin((64, 64))()
+    assert made.slots._to_make == 0, "it is not tried with every write"
+    first()
+    made.begin((128, 64))()
+    assert made.copied == 128 and made.arrived((0, 192))
+
+
 def test_slots_go_on_after_it_began_anew(way: Callable[[int], Way]) -> None:
     made = way(1)
     made.begin((0, 64))()
