@@ -16,7 +16,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -154,10 +154,17 @@ class _Run:
         async with contextlib.AsyncExitStack() as held:
             for node in sorted(nodes, key=lambda node: node.name):
                 await held.enter_async_context(self._in_use[node.name])
-            await self._fleet.all_healthy(nodes, end_s)
-            await asyncio.sleep(_NOTICE_S)
+            await self._all_steady(nodes, end_s)
             done = time.monotonic() < end_s and await _do(fault, nodes[0])
         self._report.done.append(f"{fault}{'' if done else LEFT_OUT}")
+
+    async def _all_steady(self, nodes: Sequence[Process], end_s: float) -> None:
+        """Healthy, and a moment later still: a front may not have noticed yet that its rank is dead."""
+        while await self._fleet.all_healthy(nodes, end_s):
+            lives = [node.lives for node in nodes]
+            await asyncio.sleep(_NOTICE_S)
+            if await self._fleet.all_healthy(nodes, 0.0) and lives == [node.lives for node in nodes]:
+                return
 
     def _compare_memory(self) -> None:
         memory = self._report.memory

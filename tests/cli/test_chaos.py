@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from cli.chaos.fleet import Process
 from cli.chaos.load import End, JudgementError, Outcome, judge_piece, judge_whole
 from cli.chaos.options import chaos_options
 from cli.chaos.plan import OF_CLIENTS, OF_TRANSPORT, ROLE_OF, Kind, make_plan, possible_kinds
+from cli.chaos.run import _Run
 from cli.chaos.tasks import Task
 from common.config import TransportName
 from common.errors import ConfigError
@@ -186,3 +188,23 @@ class TestChecks:
 
 def outcome(rid: str, end: End = End.RIGHT) -> Outcome:
     return Outcome(rid=rid, end=end, seconds=1.0, silence_s=1.0)
+
+
+async def test_a_fault_waits_until_its_node_has_stayed_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front may answer for a moment as if its rank lived; what is done to the node then would hit it as it starts."""
+    monkeypatch.setattr("cli.chaos.run._NOTICE_S", 0)
+    node = SimpleNamespace(lives=3)
+    seen: list[tuple[bool, int]] = [(True, 3), (False, 3), (True, 4), (True, 5), (True, 5), (True, 5), (False, 5)]
+    asked = iter(seen)
+
+    class Fleet:
+        async def all_healthy(self, nodes: object, deadline_s: float) -> bool:
+            healthy, node.lives = next(asked)
+            return healthy
+
+    storm = _Run.__new__(_Run)
+    storm._fleet = Fleet()  # type: ignore[assignment]
+    await storm._all_steady([node], 1.0)  # type: ignore[list-item]
+    assert list(asked) == seen[-1:]
+    asked = iter(seen[-1:])
+    await storm._all_steady([node], 1.0)  # type: ignore[list-item]
