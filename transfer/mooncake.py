@@ -195,14 +195,13 @@ class DeviceMooncakeTransport(MooncakeTransport):
     on_device = True
     writers = 4
 
-    def __init__(self, config: TransferConfig, card: int, *, pinned: bool = True) -> None:
-        """pinned: whether TCP reads from page-locked memory. Raises ConfigError, also for a Mooncake that knows no
-        CUDA."""
+    def __init__(self, config: TransferConfig, card: int) -> None:
+        """Raises ConfigError, also for a Mooncake that knows no CUDA."""
         check_device_build(config, card)
         super().__init__(config, DEVICE_SETTINGS)
         self.card = card
         self._driver = CudaDriver(card)
-        if pinned and config.protocol is Protocol.TCP:
+        if config.protocol is Protocol.TCP:
             from transfer.device_copy import HostCopies
 
             self._slots = Slots(SLOT_BYTES, NUM_SLOTS, self._pinned_buffer, HostCopies(self._driver, card))
