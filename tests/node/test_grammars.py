@@ -163,8 +163,9 @@ async def test_a_process_that_says_nothing_is_replaced(single: GrammarChecker, m
 async def test_a_process_that_is_killed_costs_nobody_an_answer(single: GrammarChecker) -> None:
     await single.check(source("regex", "warm"))
     for n in range(3):  # while nobody asks
-        os.kill(pid_of(single), signal.SIGKILL)
-        psutil.wait_procs([psutil.Process(pid_of(single))], timeout=0.2)
+        process = psutil.Process(pid_of(single))
+        process.kill()
+        psutil.wait_procs([process], timeout=0.2)
         assert await single.check(source("regex", f"idle{n}"))
     os.kill(pid_of(single), signal.SIGSTOP)  # while it is asked
     asked = asyncio.create_task(single.check(source("regex", "a")))

@@ -321,7 +321,10 @@ def test_abort_before_decode_opens(config: Config, prefill: Make, decode: Make) 
     p.wait_for(Released, 1)
     assert order(p) == ["RoomFailed", "Released"]
     d.transfer.open(p.address(1), "r", THERE, 2)
-    assert d.wait_for(RoomFailed, 1).error.code == "bootstrap_timeout"
+    assert d.wait_for(RoomFailed, 1).error.code == "aborted"
+    d.transfer.open(p.address(1), "r", THERE, 3)  # it was told once
+    d.wait(lambda _: len(d.of(RoomFailed, 1)) == 2)
+    assert d.of(RoomFailed, 1)[1].error.code == "bootstrap_timeout"
 
 
 def test_a_sender_that_is_connected_is_offered_a_room_at_once(config: Config, prefill: Make, decode: Make) -> None:
